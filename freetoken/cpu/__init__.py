@@ -1,0 +1,1 @@
+"""The two implementations of `blocks.Ops` that need no GPU."""
