@@ -1,0 +1,75 @@
+"""Imports run one way: a module may import only from rows above its own (docs/design: the house)."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "freetoken"
+ROWS = [
+    ["__init__", "errors"],
+    ["options"],
+    ["quants", "gguf"],
+    ["spec", "tokenizer", "chat", "stops"],
+    ["request", "batch"],
+    ["reference", "native"],
+    ["kvcache"],
+    ["sampler"],
+    ["blocks", "arch", "cpu", "runner"],
+    ["engine"],
+    ["server"],
+    ["cli", "__main__"],
+]
+ROW_OF = {name: i for i, names in enumerate(ROWS) for name in names}
+LATE_IMPORT = ("cli", "engine")  # the one import inside a function: the engine, once the port is open
+
+
+def module_files() -> list[pathlib.Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def part_of(path: pathlib.Path) -> str:
+    """The row name of a file: its first path component."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_parts(node: ast.AST) -> list[str]:
+    """Names right under `freetoken` that an import statement takes."""
+    if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "freetoken":
+        parts = node.module.split(".")
+        return [parts[1]] if len(parts) > 1 else [alias.name for alias in node.names]
+    if isinstance(node, ast.Import):
+        return [a.name.split(".")[1] for a in node.names if a.name.startswith("freetoken.")]
+    return []
+
+
+@pytest.mark.parametrize("path", module_files(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_module_imports_only_from_rows_above(path: pathlib.Path) -> None:
+    own = part_of(path)
+    assert own in ROW_OF, f"{path}: a new part needs a row"
+    for node in ast.walk(ast.parse(path.read_text())):
+        for name in imported_parts(node):
+            if name.startswith("__version"):
+                continue
+            assert ROW_OF[name] <= ROW_OF[own], f"{path}: {own} imports {name}, which lies below it"
+
+
+@pytest.mark.parametrize("path", module_files(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_own_imports_stand_at_the_top(path: pathlib.Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            hidden = [n for inner in ast.walk(node) for n in imported_parts(inner)]
+            late = [n for n in hidden if (part_of(path), n) != LATE_IMPORT and part_of(path) != "cli"]
+            assert not late, f"{path}: {node.name} hides imports of {late}"
+
+
+def test_server_and_tokenizer_never_import_torch() -> None:
+    code = (
+        "import sys, freetoken.server, freetoken.tokenizer, freetoken.chat, freetoken.cli.main;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
