@@ -1,0 +1,144 @@
+"""A model: one file, or all files of a split model, found from whichever of them was named.
+
+Names of a split model end in `-00001-of-0000N.gguf`. They are taken from the path as given and never from what a link
+points to: download caches link such names to files named by hash.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from freetoken.errors import MissingShardError, ModelFileError
+from freetoken.gguf.metadata import Metadata
+from freetoken.gguf.shard import Shard, Tensor, open_shard
+
+__all__ = ["ModelFile", "open_model"]
+
+_SPLIT_NAME = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """An open model. `metadata` is the first file's, `tensors` those of all files, in file order."""
+
+    path: Path
+    shards: tuple[Shard, ...] = field(repr=False)
+    metadata: Metadata = field(repr=False)
+    tensors: dict[str, Tensor] = field(repr=False)
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of all files."""
+        return sum(shard.n_bytes for shard in self.shards)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor by name; ModelFileError where the model has none of that name."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise ModelFileError(f"{self.path}: tensor {name!r} is missing")
+        return tensor
+
+    def close(self) -> None:
+        """Unmap the files; views that are still in use keep theirs until they go."""
+        for shard in self.shards:
+            shard.tensors.clear()
+            shard.close()
+        self.tensors.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def open_model(path: str | Path) -> ModelFile:
+    """Open a model file, a split model by any of its files, or the one model of a folder.
+
+    Raises MissingShardError naming the files of a split model that are not there, UnsupportedModelError for a tensor
+    type that we do not know, and ModelFileError for everything else that is wrong with the file.
+    """
+    path = Path(path)
+    if _is_dir(path):
+        path = _pick(path)
+    given = open_shard(path)
+    count = given.metadata.get_int("split.count", 1, high=65535)
+    if count <= 1:
+        return ModelFile(path, (given,), given.metadata, given.tensors)
+    paths = _shard_paths(given, count)
+    number = given.metadata.get_int("split.no", high=65535)
+    given.close()
+    if number >= count or paths[number] != path:
+        raise ModelFileError(f"{path}: 'split.no' says file {number + 1} of {count}, which its name does not")
+    shards = tuple(open_shard(p, i) for i, p in enumerate(paths))
+    return ModelFile(paths[0], shards, shards[0].metadata, _merge(shards))
+
+
+def _is_dir(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError) as error:
+        raise ModelFileError(f"{path}: not a usable path: {error}") from error
+
+
+def _pick(folder: Path) -> Path:
+    """The one model of a folder: its only file, or the first of its only split model (projectors do not count)."""
+    try:
+        files = sorted(p for p in folder.iterdir() if p.suffix == ".gguf" and not p.name.startswith("mmproj"))
+    except OSError as error:
+        raise ModelFileError(f"{folder}: the folder cannot be read: {error.strerror}") from error
+    models: dict[str, Path] = {}
+    for file in files:
+        match = _SPLIT_NAME.fullmatch(file.name)
+        models.setdefault(f"{match['prefix']} ({int(match['count'])} files)" if match else file.name, file)
+    if not models:
+        raise ModelFileError(f"{folder}: a folder without a .gguf file: name the model file")
+    if len(models) > 1:
+        names = ", ".join(list(models)[:10]) + (", ..." if len(models) > 10 else "")
+        raise ModelFileError(f"{folder}: a folder with {len(models)} models, name one of them: {names}")
+    return next(iter(models.values()))
+
+
+def _shard_paths(given: Shard, count: int) -> list[Path]:
+    """The paths of all files of a split model, all there."""
+    match = _SPLIT_NAME.fullmatch(given.path.name)
+    if match is None or int(match["count"]) != count:
+        raise ModelFileError(
+            f"{given.path}: this is one of {count} files of a split model, but its name does not end in "
+            f"-0000N-of-{count:05d}.gguf, so the others cannot be found: restore the names"
+        )
+    paths = [given.path.with_name(f"{match['prefix']}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
+    missing = [p.name for p in paths if not p.exists()]
+    if missing:
+        names = ", ".join(missing[:10]) + (", ..." if len(missing) > 10 else "")
+        raise MissingShardError(
+            f"{given.path.parent}: {len(missing)} of the model's {count} files are missing: {names}: download them"
+        )
+    return paths
+
+
+def _merge(shards: tuple[Shard, ...]) -> dict[str, Tensor]:
+    """All tensors of a split model, its counts checked."""
+    tensors: dict[str, Tensor] = {}
+    for i, shard in enumerate(shards):
+        number, count = (shard.metadata.get_int(key, high=65535) for key in ("split.no", "split.count"))
+        if (number, count) != (i, len(shards)):
+            raise ModelFileError(
+                f"{shard.path}: the metadata says file {number + 1} of {count}, expected {i + 1} of {len(shards)}: "
+                "files of different models are mixed"
+            )
+        for name, tensor in shard.tensors.items():
+            if name in tensors:
+                raise ModelFileError(f"{shard.path}: tensor {name!r} is in {shards[tensors[name].shard].path.name} too")
+            tensors[name] = tensor
+    expected = shards[0].metadata.get_int("split.tensors.count", len(tensors))
+    if expected != len(tensors):
+        raise ModelFileError(
+            f"{shards[0].path}: 'split.tensors.count' is {expected}, but the {len(shards)} files hold {len(tensors)} "
+            "tensors: files of different models are mixed"
+        )
+    return tensors
