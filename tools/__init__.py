@@ -1,0 +1,1 @@
+"""Generators, benchmarks and converters; each runs as `python tools/NAME.py` and imports as `tools.NAME`."""
