@@ -1,0 +1,73 @@
+"""How many processor cores this process may use: topology, affinity and the container's quota. Knows no engine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+
+__all__ = ["cpu_quota", "physical_cores", "physical_cpus"]
+
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+_TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+def physical_cpus() -> list[int]:
+    """One CPU number for each physical core that this process may run on, ascending."""
+    if not hasattr(os, "sched_getaffinity"):
+        return list(range(psutil.cpu_count(logical=False) or os.cpu_count() or 1))
+    seen: set[str] = set()
+    cpus = []
+    for cpu in sorted(os.sched_getaffinity(0)):
+        siblings = _read(_TOPOLOGY / f"cpu{cpu}" / "topology" / "thread_siblings_list") or str(cpu)
+        if siblings not in seen:
+            seen.add(siblings)
+            cpus.append(cpu)
+    return cpus
+
+
+def cpu_quota() -> float | None:
+    """CPUs' worth of time that the container grants (cgroup v2 `cpu.max`, v1 `cpu.cfs_quota_us`); None is no limit."""
+    limits = []
+    for line in (_read(Path("/proc/self/cgroup")) or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            limits += [_limit_v2(folder) for folder in _ancestors(_CGROUP_ROOT, path)]
+        elif "cpu" in controllers.split(","):
+            limits += [_limit_v1(folder) for folder in _ancestors(_CGROUP_ROOT / "cpu", path)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def physical_cores() -> int:
+    """Threads worth starting: physical cores within affinity, and not above the container's CPU quota; at least 1."""
+    cores = max(1, len(physical_cpus()))
+    quota = cpu_quota()
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def _ancestors(root: Path, path: str) -> list[Path]:
+    """Folders of a control group and of all above it; inside a container only the root may exist."""
+    parts = [part for part in path.split("/") if part and part != ".."]
+    return [root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
+
+
+def _limit_v2(folder: Path) -> float | None:
+    fields = (_read(folder / "cpu.max") or "").split()
+    if len(fields) != 2 or not all(field.isdigit() for field in fields):
+        return None
+    return int(fields[0]) / max(1, int(fields[1]))
+
+
+def _limit_v1(folder: Path) -> float | None:
+    quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+    if quota is None or period is None or not quota.isdigit() or not period.isdigit():
+        return None
+    return int(quota) / max(1, int(period))
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return None

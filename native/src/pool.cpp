@@ -1,0 +1,171 @@
+// Thread pool: see pool.h. Waiting is spinning with pauses, then yielding, and between jobs at last sleeping.
+#include "pool.h"
+
+#include <chrono>
+#include <cstdlib>
+#include <exception>
+#include <new>
+
+#include "freetoken.h"
+#include "platform.h"
+
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
+
+namespace ft {
+namespace {
+
+constexpr int kMaxThreads = 1024;
+constexpr int kPausesBeforeYield = 2000;  // some 30 us: longer than any wait between threads that really run
+
+// One turn of a waiting loop.
+void relax(int &turns) {
+  if (++turns < kPausesBeforeYield) {
+    pause_hint();
+  } else {
+    std::this_thread::yield();
+  }
+}
+
+bool pin_to_cpu(std::thread &thread, int cpu) {
+#if defined(__linux__)
+  if (cpu < 0 || cpu >= CPU_SETSIZE) return false;
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(cpu, &set);
+  return pthread_setaffinity_np(thread.native_handle(), sizeof set, &set) == 0;
+#else
+  (void)thread;
+  (void)cpu;
+  return true;
+#endif
+}
+
+}  // namespace
+
+Pool::Pool(int n_threads, const int *cpus, int spin_us) : n_threads_(n_threads), spin_us_(spin_us) {
+  scratch_.assign(static_cast<size_t>(n_threads), nullptr);
+  try {
+    for (int index = 1; index < n_threads; ++index) {
+      threads_.emplace_back(&Pool::work, this, index);
+      if (cpus != nullptr && !pin_to_cpu(threads_.back(), cpus[index])) throw std::bad_alloc();
+    }
+  } catch (...) {
+    stop();
+    throw;
+  }
+}
+
+Pool::~Pool() {
+  stop();
+  for (float *scratch : scratch_) std::free(scratch);
+}
+
+void Pool::stop() {
+  {
+    std::lock_guard<std::mutex> lock(sleep_);
+    stopping_ = true;
+    epoch_.fetch_add(1, std::memory_order_seq_cst);
+  }
+  wake_.notify_all();
+  for (std::thread &thread : threads_) thread.join();
+  threads_.clear();
+}
+
+void Pool::reserve_scratch(size_t n_floats) {
+  if (n_floats <= scratch_floats_) return;
+  const size_t n_bytes = (n_floats * sizeof(float) + 127) / 64 * 64;
+  for (float *&scratch : scratch_) {
+    void *larger = std::aligned_alloc(64, n_bytes);
+    if (larger == nullptr) throw std::bad_alloc();
+    std::free(scratch);
+    scratch = static_cast<float *>(larger);
+  }
+  scratch_floats_ = n_floats;
+}
+
+void Pool::run(Job job, const void *context, size_t scratch_floats) {
+  std::lock_guard<std::mutex> turn(turn_);
+  reserve_scratch(scratch_floats);
+  const DefaultFloatMode mode;
+  next_.store(0, std::memory_order_relaxed);
+  Worker worker(*this, 0);
+  if (n_threads_ > 1) {
+    job_ = job;
+    context_ = context;
+    epoch_.fetch_add(1, std::memory_order_seq_cst);
+    if (sleepers_.load(std::memory_order_seq_cst) > 0) {
+      { std::lock_guard<std::mutex> lock(sleep_); }
+      wake_.notify_all();
+    }
+  }
+  job(worker, context);
+  worker.barrier();
+}
+
+void Pool::wait_for_job(uint32_t seen) {
+  using Clock = std::chrono::steady_clock;
+  const auto end = Clock::now() + std::chrono::microseconds(spin_us_);
+  int turns = 0;
+  do {
+    for (int burst = 0; burst < 64; ++burst) {
+      if (epoch_.load(std::memory_order_acquire) != seen) return;
+      relax(turns);
+    }
+  } while (Clock::now() < end);
+  std::unique_lock<std::mutex> lock(sleep_);
+  sleepers_.fetch_add(1, std::memory_order_seq_cst);
+  wake_.wait(lock, [&] { return epoch_.load(std::memory_order_seq_cst) != seen; });
+  sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+void Pool::work(int index) {
+  const DefaultFloatMode mode;
+  Worker worker(*this, index);
+  uint32_t seen = 0;
+  for (;;) {
+    wait_for_job(seen);
+    ++seen;
+    if (stopping_) return;
+    job_(worker, context_);
+    worker.barrier();
+  }
+}
+
+void Worker::barrier() {
+  Pool &pool = pool_;
+  if (pool.n_threads_ == 1) {
+    pool.next_.store(0, std::memory_order_relaxed);
+    return;
+  }
+  const uint32_t phase = pool.phase_.load(std::memory_order_relaxed);
+  if (pool.arrived_.fetch_add(1, std::memory_order_acq_rel) == pool.n_threads_ - 1) {
+    pool.arrived_.store(0, std::memory_order_relaxed);
+    pool.next_.store(0, std::memory_order_relaxed);
+    pool.phase_.store(phase + 1, std::memory_order_release);
+    return;
+  }
+  int turns = 0;
+  while (pool.phase_.load(std::memory_order_acquire) == phase) relax(turns);
+}
+
+}  // namespace ft
+
+extern "C" {
+
+FT_API ft_pool *ft_pool_create(int n_threads, const int *cpus, int spin_us) {
+  if (n_threads < 1 || n_threads > ft::kMaxThreads || spin_us < 0) return nullptr;
+  try {
+    return new ft_pool(n_threads, cpus, spin_us);
+  } catch (const std::exception &) {
+    return nullptr;
+  }
+}
+
+FT_API void ft_pool_destroy(ft_pool *pool) { delete pool; }
+
+FT_API int ft_pool_threads(const ft_pool *pool) { return pool == nullptr ? 0 : pool->pool.n_threads(); }
+
+}  // extern "C"
