@@ -32,9 +32,9 @@ struct Act256 {
 };
 static_assert(sizeof(Act32) == 64 && sizeof(Act256) == 640, "layout of activations");
 
-inline int64_t pad8(int64_t n) { return (n + 7) & ~int64_t(7); }
+static inline int64_t pad8(int64_t n) { return (n + 7) & ~int64_t(7); }
 
-inline int64_t act_token_bytes(int cls, int64_t n_cols) {
+static inline int64_t act_token_bytes(int cls, int64_t n_cols) {
   const int64_t nb = n_cols / cls;
   const int64_t block = cls == 32 ? int64_t(sizeof(Act32)) : int64_t(sizeof(Act256));
   const int64_t scales = (cls == 32 ? 2 : 1) * 4 * pad8(nb);
