@@ -1,0 +1,362 @@
+"""The one binding of the native library: threads, programs of operations, decoding of whole tensors.
+
+Mirrors `native/include/freetoken.h`, where each operation's fields are described; called by `cpu/`. The library trusts
+its caller, so addresses given here must stay valid: a `Program` keeps the arrays that it was given alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.resources
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+import freetoken
+from freetoken.cores import cpu_quota, physical_cores, physical_cpus
+from freetoken.errors import EngineError
+from freetoken.quants import to_float_pointer
+
+__all__ = [
+    "KV_PAGE",
+    "MAX_TOKENS",
+    "OP_ADD",
+    "OP_ATTENTION",
+    "OP_EMBED",
+    "OP_EXPERTS",
+    "OP_GATED_ADD",
+    "OP_GLU",
+    "OP_KV_STORE",
+    "OP_MATVEC",
+    "OP_NOP",
+    "OP_QUANTIZE",
+    "OP_RMS_NORM",
+    "OP_ROPE",
+    "OP_ROUTER",
+    "OP_SCALE",
+    "Op",
+    "Pool",
+    "Program",
+    "act_bytes",
+    "aligned",
+    "aligned_zeros",
+    "attn_scratch_bytes",
+    "can_decode",
+    "cpu_features",
+    "cpu_quota",
+    "experts_scratch_bytes",
+    "physical_cores",
+    "physical_cpus",
+    "set_variant",
+    "type_class",
+    "variant",
+]
+
+ABI_VERSION = 1
+MAX_TOKENS = 8
+"""Token rows of one program (FT_MAX_TOKENS)."""
+KV_PAGE = 256
+"""Positions of one KV page (FT_KV_PAGE)."""
+ALIGNMENT = 64
+SPIN_US = 200
+"""How long idle workers spin before they sleep: longer than what lies between two decode steps."""
+
+OP_NOP = 0
+OP_EMBED = 1
+OP_RMS_NORM = 2
+OP_QUANTIZE = 3
+OP_MATVEC = 4
+OP_ADD = 5
+OP_GLU = 6
+OP_ROPE = 7
+OP_KV_STORE = 8
+OP_ATTENTION = 9
+OP_ROUTER = 10
+OP_EXPERTS = 11
+OP_GATED_ADD = 12
+OP_SCALE = 13
+OP_NAMES = [
+    "nop",
+    "embed",
+    "rms_norm",
+    "quantize",
+    "matvec",
+    "add",
+    "glu",
+    "rope",
+    "kv_store",
+    "attention",
+    "router",
+    "experts",
+    "gated_add",
+    "scale",
+]
+
+Address = np.ndarray | int | None
+"""What a pointer field takes: an array (its first element), an address, or NULL."""
+
+
+class Op(ctypes.Structure):
+    """`ft_op`."""
+
+    _fields_ = (
+        ("code", ctypes.c_int32),
+        ("n", ctypes.c_int32),
+        ("i", ctypes.c_int64 * 14),
+        ("f", ctypes.c_float * 6),
+        ("p", ctypes.c_void_p * 14),
+    )
+
+
+# --- the library -----------------------------------------------------------------------------------------------------
+
+_INT, _I64, _PTR, _STR = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "ft_abi_version": (_INT, []),
+    "ft_op_bytes": (_INT, []),
+    "ft_variant": (_STR, []),
+    "ft_set_variant": (_INT, [_STR]),
+    "ft_cpu_features": (_STR, []),
+    "ft_type_class": (_INT, [_INT]),
+    "ft_set_to_float": (None, [_INT, _PTR]),
+    "ft_can_decode": (_INT, [_INT]),
+    "ft_act_bytes": (_I64, [_INT, _I64, _INT]),
+    "ft_pool_create": (_PTR, [_INT, _PTR, _INT]),
+    "ft_pool_destroy": (None, [_PTR]),
+    "ft_pool_threads": (_INT, [_PTR]),
+    "ft_run": (_INT, [_PTR, _PTR, _INT]),
+    "ft_attn_scratch_bytes": (_I64, [_INT, _INT, _INT, _I64, _INT]),
+    "ft_experts_scratch_bytes": (_I64, [_INT, _INT, _I64, _I64, _INT]),
+    "ft_dequantize": (_INT, [_PTR, _INT, _PTR, _I64, _I64, _I64, _PTR]),
+}
+
+
+def _file_name() -> str:
+    if sys.platform == "win32":
+        return "freetoken_native.dll"
+    return "libfreetoken_native.dylib" if sys.platform == "darwin" else "libfreetoken_native.so"
+
+
+def _find_library() -> Path:
+    """The library beside the package, or, in an editable install, in the package's folder of site-packages."""
+    name = _file_name()
+    folders = [Path(folder) for folder in freetoken.__path__]
+    folders += [Path(entry) / "freetoken" for entry in sys.path if entry]
+    resource = importlib.resources.files("freetoken").joinpath(name)
+    for file in [Path(str(resource)), *(folder / name for folder in folders)]:
+        if file.is_file():
+            return file
+    raise EngineError(
+        f"the native library {name} was not found in {folders[0]} or on Python's path: build it with `make`, or with "
+        "`pip install --no-deps --no-build-isolation -e .` in the project's folder"
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    """The loaded and checked library. Raises EngineError when it is missing or from another version."""
+    path = _find_library()
+    try:
+        library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        raise EngineError(f"{path}: not a usable native library ({error}): build it again with `make`") from error
+    found = library.ft_abi_version(), library.ft_op_bytes()
+    expected = ABI_VERSION, ctypes.sizeof(Op)
+    if found != expected:
+        raise EngineError(
+            f"{path}: interface version and operation size are {found}, expected {expected}: build it again with `make`"
+        )
+    return library
+
+
+def variant() -> str:
+    """The kernels in use: "avx2", "portable", ..."""
+    return str(_library().ft_variant().decode())
+
+
+def set_variant(name: str) -> None:
+    """Force a set of kernels for the whole process; "auto" restores the choice. Raises EngineError where it cannot."""
+    if _library().ft_set_variant(name.encode()) != 0:
+        raise EngineError(f"kernels {name!r} are unknown or not for this processor, which has: {cpu_features()}")
+
+
+def cpu_features() -> str:
+    """Instruction sets of this processor that matter here, separated by spaces."""
+    return str(_library().ft_cpu_features().decode())
+
+
+# --- types and sizes -------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=64)
+def type_class(type_id: int) -> int:
+    """How a product with weights of this ggml type takes its activation: 32 or 256 quantised blocks, 0 fp32 rows."""
+    return int(_library().ft_type_class(type_id))
+
+
+def can_decode(type_id: int) -> bool:
+    """Whether weights of a type can be used; registers ggml's decoder for a type that the library has none for."""
+    library = _library()
+    if not library.ft_can_decode(type_id):
+        address = to_float_pointer(type_id)
+        if address is not None:
+            library.ft_set_to_float(type_id, address)
+    return bool(library.ft_can_decode(type_id))
+
+
+def act_bytes(cls: int, n_cols: int, n_tokens: int) -> int:
+    """Bytes of the quantised activations of n_tokens rows of n_cols values, a multiple of the class (32 or 256)."""
+    if cls not in (32, 256) or n_cols % cls:
+        raise EngineError(f"activation rows of {n_cols} values cannot be cut into blocks of class {cls}")
+    return int(_library().ft_act_bytes(cls, n_cols, n_tokens))
+
+
+def attn_scratch_bytes(n_tokens: int, n_head: int, head_dim_v: int, max_positions: int, n_threads: int) -> int:
+    """Bytes of OP_ATTENTION's scratch."""
+    return int(_library().ft_attn_scratch_bytes(n_tokens, n_head, head_dim_v, max_positions, n_threads))
+
+
+def experts_scratch_bytes(n_tokens: int, k: int, d: int, ff: int, n_threads: int) -> int:
+    """Bytes of OP_EXPERTS' scratch, 64-byte aligned."""
+    return int(_library().ft_experts_scratch_bytes(n_tokens, k, d, ff, n_threads))
+
+
+def aligned(n_bytes: int) -> np.ndarray:
+    """Zeroed uint8 [n_bytes], its address a multiple of 64."""
+    raw = np.zeros(n_bytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + n_bytes]
+
+
+def aligned_zeros(n_values: int) -> np.ndarray:
+    """Zeroed fp32 [n_values], its address a multiple of 64."""
+    return aligned(4 * n_values).view(np.float32)
+
+
+# --- threads ---------------------------------------------------------------------------------------------------------
+
+
+class Pool:
+    """A team of n_threads threads, the caller among them; a context manager. Programs on one pool take turns."""
+
+    def __init__(self, n_threads: int, cpus: Sequence[int] | None = None, spin_us: int = SPIN_US) -> None:
+        """`cpus` are n_threads CPU numbers to pin the workers to (the first, the caller's, is not used)."""
+        if cpus is not None and len(cpus) != n_threads:
+            raise EngineError(f"{len(cpus)} CPUs were given for {n_threads} threads: give one for each, or none")
+        numbers = None if cpus is None else (ctypes.c_int * n_threads)(*cpus)
+        self._handle: int | None = _library().ft_pool_create(n_threads, numbers, spin_us)
+        if self._handle is None:
+            raise EngineError(f"a pool of {n_threads} threads could not be started (CPUs: {cpus}, spin: {spin_us} us)")
+        self.n_threads = n_threads
+
+    @property
+    def handle(self) -> int:
+        """The native pool. Raises EngineError once it is closed."""
+        if self._handle is None:
+            raise EngineError("the thread pool is closed")
+        return self._handle
+
+    def close(self) -> None:
+        """End the threads; harmless when repeated. No program may be running."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            _library().ft_pool_destroy(handle)
+
+    def dequantize(self, type_id: int, data: np.ndarray, out: np.ndarray) -> None:
+        """Decode rows: uint8 data [rows, row_bytes] of a ggml type to fp32 out [rows, cols], both contiguous.
+
+        Raises EngineError when shapes do not fit or the type has no decoder.
+        """
+        fits = data.ndim == out.ndim == 2 and len(data) == len(out)
+        if not fits or out.dtype != np.float32 or not (data.flags.c_contiguous and out.flags.c_contiguous):
+            raise EngineError(
+                f"decoding needs contiguous data [rows, row_bytes] and fp32 out [rows, cols], got {data.shape} and "
+                f"{out.dtype} {out.shape}"
+            )
+        if out.size == 0:
+            return
+        (rows, cols), row_bytes = out.shape, data.strides[0]
+        arguments = self.handle, type_id, data.ctypes.data, rows, cols, row_bytes, out.ctypes.data
+        if not can_decode(type_id) or _library().ft_dequantize(*arguments) != 0:
+            raise EngineError(f"weights of ggml type {type_id} cannot be decoded to {rows} x {cols} values")
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) is not None:
+            self.close()
+
+
+# --- programs --------------------------------------------------------------------------------------------------------
+
+
+class Program:
+    """Operations recorded once and run in order by all threads of a pool, any number of times, with one call each."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._ops: list[Op] = []
+        self._array: ctypes.Array[Op] | None = None
+        self._alive: list[np.ndarray] = []
+
+    @property
+    def n_threads(self) -> int:
+        return self._pool.n_threads
+
+    def __len__(self) -> int:
+        return len(self._ops)
+
+    def add(
+        self,
+        code: int,
+        n: int,
+        *,
+        p: Sequence[Address] = (),
+        i: Sequence[int] = (),
+        f: Sequence[float] = (),
+    ) -> None:
+        """Append an operation over n token rows with its fields in the order of freetoken.h. Arrays are kept alive."""
+        op = Op(code=code, n=n)
+        for index, value in enumerate(p):
+            if isinstance(value, np.ndarray):
+                if not value.flags.c_contiguous:
+                    raise EngineError(f"operation {OP_NAMES[code]}: array {index} is not contiguous")
+                self._alive.append(value)
+                op.p[index] = value.ctypes.data
+            else:
+                op.p[index] = value
+        op.i[: len(i)] = i
+        op.f[: len(f)] = f
+        self._ops.append(op)
+        self._array = None
+
+    def run(self) -> None:
+        """Run all operations; the GIL is free meanwhile. Raises EngineError naming a malformed one (none ran then)."""
+        if self._array is None:
+            self._array = (Op * len(self._ops))(*self._ops)
+        result = _library().ft_run(self._pool.handle, self._array, len(self._ops))
+        if result == 0:
+            return
+        index = -1 - result
+        if index >= len(self._ops):
+            raise EngineError("no memory for the scratch of the native threads")
+        op = self._ops[index]
+        name = OP_NAMES[op.code] if 0 <= op.code < len(OP_NAMES) else str(op.code)
+        raise EngineError(
+            f"operation {index} ({name}) of a native program is malformed: n {op.n}, i {list(op.i)}, "
+            f"f {[float(value) for value in op.f]}, p {[hex(value or 0) for value in op.p]}"
+        )
