@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.resources
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,20 +80,8 @@ OP_EXPERTS = 11
 OP_GATED_ADD = 12
 OP_SCALE = 13
 OP_NAMES = [
-    "nop",
-    "embed",
-    "rms_norm",
-    "quantize",
-    "matvec",
-    "add",
-    "glu",
-    "rope",
-    "kv_store",
-    "attention",
-    "router",
-    "experts",
-    "gated_add",
-    "scale",
+    *("nop", "embed", "rms_norm", "quantize", "matvec", "add", "glu"),
+    *("rope", "kv_store", "attention", "router", "experts", "gated_add", "scale"),
 ]
 
 Address = np.ndarray | int | None
@@ -147,10 +134,9 @@ def _find_library() -> Path:
     name = _file_name()
     folders = [Path(folder) for folder in freetoken.__path__]
     folders += [Path(entry) / "freetoken" for entry in sys.path if entry]
-    resource = importlib.resources.files("freetoken").joinpath(name)
-    for file in [Path(str(resource)), *(folder / name for folder in folders)]:
-        if file.is_file():
-            return file
+    for folder in folders:
+        if (folder / name).is_file():
+            return folder / name
     raise EngineError(
         f"the native library {name} was not found in {folders[0]} or on Python's path: build it with `make`, or with "
         "`pip install --no-deps --no-build-isolation -e .` in the project's folder"
