@@ -112,3 +112,66 @@ def write(path: Path, *args: object, **kwargs: object) -> Path:
     """`build` into a file."""
     path.write_bytes(build(*args, **kwargs))  # type: ignore[arg-type]
     return path
+
+
+N_EMBD, N_HEAD, N_KV, HEAD_DIM, N_FF, N_EXPERT, N_FF_EXP, N_VOCAB, N_LAYER = 64, 4, 2, 16, 96, 4, 32, 10, 2
+
+
+def tiny_keys(arch: str) -> dict[str, object]:
+    """Metadata of a tiny model of an architecture; tokens, but no real vocabulary."""
+    keys: dict[str, object] = {
+        "general.architecture": arch,
+        "general.name": f"tiny {arch}",
+        f"{arch}.block_count": N_LAYER,
+        f"{arch}.context_length": 512,
+        f"{arch}.embedding_length": N_EMBD,
+        f"{arch}.feed_forward_length": N_FF,
+        f"{arch}.attention.head_count": N_HEAD,
+        f"{arch}.attention.head_count_kv": N_KV,
+        f"{arch}.attention.layer_norm_rms_epsilon": 1e-6,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": [f"t{i}" for i in range(N_VOCAB)],
+    }
+    if arch in ("olmoe", "qwen2moe", "qwen3moe"):
+        keys |= {f"{arch}.expert_count": N_EXPERT, f"{arch}.expert_used_count": 2}
+    if arch in ("qwen2moe", "qwen3moe"):
+        keys[f"{arch}.expert_feed_forward_length"] = N_FF_EXP
+    if arch == "qwen2moe":
+        keys["qwen2moe.expert_shared_feed_forward_length"] = N_FF
+    return keys
+
+
+def tiny_tensors(arch: str, types: Mapping[str, int] | None = None, n_layer: int = N_LAYER) -> list[TensorBytes]:
+    """The tensors of `tiny_keys`, all zero and F32 but for those in `types`; a tied model has no output."""
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (N_EMBD, N_VOCAB), "output_norm.weight": (N_EMBD,)}
+    if arch in ("olmoe", "qwen2moe"):
+        shapes["output.weight"] = (N_EMBD, N_VOCAB)
+    layer: dict[str, tuple[int, ...]] = {
+        "attn_norm.weight": (N_EMBD,),
+        "attn_q.weight": (N_EMBD, N_HEAD * HEAD_DIM),
+        "attn_k.weight": (N_EMBD, N_KV * HEAD_DIM),
+        "attn_v.weight": (N_EMBD, N_KV * HEAD_DIM),
+        "attn_output.weight": (N_HEAD * HEAD_DIM, N_EMBD),
+        "ffn_norm.weight": (N_EMBD,),
+    }
+    if arch in ("qwen2", "qwen2moe"):
+        layer |= {"attn_q.bias": (N_EMBD,), "attn_k.bias": (N_KV * HEAD_DIM,), "attn_v.bias": (N_KV * HEAD_DIM,)}
+    if arch == "olmoe":
+        layer |= {"attn_q_norm.weight": (N_EMBD,), "attn_k_norm.weight": (N_KV * HEAD_DIM,)}
+    if arch in ("gemma3", "qwen3", "qwen3moe"):
+        layer |= {"attn_q_norm.weight": (HEAD_DIM,), "attn_k_norm.weight": (HEAD_DIM,)}
+    if arch == "gemma3":
+        layer |= {"post_attention_norm.weight": (N_EMBD,), "post_ffw_norm.weight": (N_EMBD,)}
+    if arch in ("olmoe", "qwen2moe", "qwen3moe"):
+        ff = N_FF if arch == "olmoe" else N_FF_EXP
+        layer |= {f"ffn_{name}_exps.weight": (N_EMBD, ff, N_EXPERT) for name in ("gate", "up")}
+        layer |= {"ffn_down_exps.weight": (ff, N_EMBD, N_EXPERT), "ffn_gate_inp.weight": (N_EMBD, N_EXPERT)}
+    else:
+        layer |= {"ffn_gate.weight": (N_EMBD, N_FF), "ffn_up.weight": (N_EMBD, N_FF), "ffn_down.weight": (N_FF, N_EMBD)}
+    if arch == "qwen2moe":
+        layer |= {f"ffn_{name}_shexp.weight": (N_EMBD, N_FF) for name in ("gate", "up")}
+        layer |= {"ffn_down_shexp.weight": (N_FF, N_EMBD), "ffn_gate_inp_shexp.weight": (N_EMBD,)}
+    for i in range(n_layer):
+        shapes |= {f"blk.{i}.{name}": shape for name, shape in layer.items()}
+    return [TensorBytes(name, shape, (types or {}).get(name, 0)) for name, shape in shapes.items()]
