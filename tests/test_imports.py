@@ -12,7 +12,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "freetoken"
 ROWS = [
     ["__init__", "errors"],
-    ["options"],
+    ["options", "cores"],
     ["quants", "gguf"],
     ["spec", "tokenizer", "chat", "stops"],
     ["request", "batch"],
