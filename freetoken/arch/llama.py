@@ -1,0 +1,17 @@
+"""llama, dense or with experts (Mixtral): the plain transformer. Llama 3.1 divides frequencies by `rope_freqs`."""
+
+from __future__ import annotations
+
+from freetoken.arch.parts import Attention, DenseFFN, Layer, MoE, Ropes, Transformer, Weights
+from freetoken.gguf import ModelFile
+from freetoken.spec import ModelSpec
+
+
+def build(file: ModelFile, spec: ModelSpec) -> Transformer:
+    ropes = Ropes(file, spec, has_factors=True)
+    layers = []
+    for i in range(spec.n_layer):
+        weights = Weights(file, spec.eps, f"blk.{i}.")
+        ffn = MoE(weights, spec) if spec.is_moe else DenseFFN(weights)
+        layers.append(Layer(weights, spec, Attention(weights, spec, i, ropes), ffn))
+    return Transformer(Weights(file, spec.eps), spec, layers)

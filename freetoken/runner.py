@@ -1,0 +1,151 @@
+"""The model at work: threads, KV cache and recorded programs of one open file. Called by the engine thread only.
+
+`prefill` stores a prompt (torch for long chunks, native operations for up to 8 tokens), `decode` one more token
+of each of several sequences. Both count the tokens in their sequences once keys and values are stored, so that a call
+that raises leaves every sequence as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as ListOf
+
+import numpy as np
+import torch
+
+from freetoken import arch, native
+from freetoken.batch import Batch
+from freetoken.cpu.decode import Decoder
+from freetoken.cpu.prefill import PrefillOps, Stopped
+from freetoken.errors import OptionError
+from freetoken.gguf import ModelFile
+from freetoken.kvcache import KVCache, KVShape, Sequence, n_pages_for
+from freetoken.options import EngineOptions
+from freetoken.spec import ModelSpec
+
+__all__ = ["Runner"]
+
+
+class Runner:
+    """Owns what a model needs to run; `close` gives the threads back."""
+
+    def __init__(
+        self,
+        file: ModelFile,
+        spec: ModelSpec,
+        options: EngineOptions,
+        *,
+        n_ctx: int | None = None,
+        n_sequences: int = 1,
+    ) -> None:
+        """`n_ctx` is the longest sequence (default: the options' or the model's context). n_sequences share the pages:
+        each can be full where `options.n_parallel` is given, else their total is `n_ctx`.
+
+        Raises ModelFileError for missing or misshapen tensors, OptionError for an unknown cache type, and EngineError
+        where the cache cannot be reserved.
+        """
+        if options.cache_type_k != options.cache_type_v:
+            raise OptionError(
+                f"cache types {options.cache_type_k} for keys and {options.cache_type_v} for values: give the same "
+                "type for both"
+            )
+        self.n_ctx = n_ctx or options.n_ctx or spec.n_ctx_train
+        self.n_threads = options.n_threads or native.physical_cores()
+        self.n_threads_batch = options.n_threads_batch or self.n_threads
+        self._n_ubatch = options.n_ubatch
+        self._model = arch.build(file, spec)
+        n_pages = n_pages_for(self.n_ctx)
+        n_spare = n_sequences - 1  # a last page of each sequence that is not full
+        capacity = n_pages * n_sequences if options.n_parallel > 0 else n_pages + n_spare
+        shapes = [KVShape(n_kv, spec.head_dim_k, spec.head_dim_v) for n_kv in spec.n_kv]
+        self.cache = KVCache(shapes, capacity, options.cache_type_k)
+        self._pool = _pool(self.n_threads)
+        is_same = self.n_threads_batch == self.n_threads
+        self._pool_batch = self._pool if is_same else _pool(self.n_threads_batch)
+        torch.set_num_threads(self.n_threads_batch)
+        self._decoder = Decoder(self._pool, self._model, self.cache, n_pages, options.n_planes)
+        self._prefill_ops = PrefillOps(self._pool_batch, self.cache, self._decoder.head_logits)
+
+    def new_sequence(self) -> Sequence:
+        """An empty sequence that the caller keeps, truncates for reuse, and releases."""
+        return self.cache.new_sequence(self.n_ctx)
+
+    def warm_up(self) -> None:
+        """Run one token, so that the first request finds the program recorded and the weights read."""
+        sequence = self.new_sequence()
+        try:
+            self.decode([sequence], [0])
+        finally:
+            sequence.release()
+
+    def prefill(
+        self,
+        sequence: Sequence,
+        tokens: ListOf[int],
+        *,
+        want_logits: bool = True,
+        should_stop: Callable[[], bool] | None = None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> np.ndarray | None:
+        """Append tokens to a sequence; fp32 logits [n_vocab] after the last one, or None where not wanted or stopped.
+
+        `should_stop` is asked before every chunk and every layer of a long one; the sequence then holds the chunks
+        before. `on_progress` hears how many of the tokens are stored. Raises KVCacheFull, holding the same.
+        """
+        logits = None
+        for first in range(0, len(tokens), self._n_ubatch):
+            if should_stop is not None and should_stop():
+                return None
+            chunk = tokens[first : first + self._n_ubatch]
+            is_last = first + len(chunk) == len(tokens)
+            sequence.reserve(len(chunk))
+            try:
+                logits = self._run_chunk(sequence, chunk, want_logits and is_last, should_stop)
+            except Stopped:
+                return None
+            sequence.extend(chunk)
+            if on_progress is not None:
+                on_progress(first + len(chunk))
+        return logits
+
+    def decode(self, sequences: ListOf[Sequence], tokens: ListOf[int]) -> np.ndarray:
+        """Append one token to each sequence (all different); fp32 logits [n, n_vocab]. Raises KVCacheFull."""
+        for sequence in sequences:
+            sequence.reserve(1)
+        logits = []
+        for first in range(0, len(sequences), native.MAX_TOKENS):
+            some = sequences[first : first + native.MAX_TOKENS]
+            positions = np.asarray([len(s) for s in some], np.int32)
+            these = np.asarray(tokens[first : first + len(some)], np.int32)
+            logits.append(self._decoder.run(Batch(these, positions, [s.page_table for s in some], len(some))))
+        for sequence, token in zip(sequences, tokens, strict=True):
+            sequence.extend([token])
+        return logits[0] if len(logits) == 1 else np.concatenate(logits)
+
+    def close(self) -> None:
+        """End the threads. The runner must not be used afterwards."""
+        self._pool.close()
+        self._pool_batch.close()
+
+    def _run_chunk(
+        self, sequence: Sequence, chunk: ListOf[int], want_logits: bool, should_stop: Callable[[], bool] | None
+    ) -> np.ndarray | None:
+        n, start = len(chunk), len(sequence)
+        positions = np.arange(start, start + n, dtype=np.int32)
+        is_short = n <= native.MAX_TOKENS
+        n_outputs = 1 if want_logits or is_short else 0  # a program without outputs would be one more to record
+        batch = Batch(np.asarray(chunk, np.int32), positions, [sequence.page_table] * n, n_outputs)
+        if is_short:
+            logits = self._decoder.run(batch)
+        else:
+            with torch.inference_mode():
+                self._prefill_ops.begin(batch, should_stop)
+                logits = self._model.forward(self._prefill_ops).numpy()
+        return logits[0] if want_logits else None
+
+
+def _pool(n_threads: int) -> native.Pool:
+    """A pool pinned to physical cores where there is one for each thread and no quota moves us about."""
+    cpus = native.physical_cpus()
+    is_pinned = n_threads <= len(cpus) and native.cpu_quota() is None
+    return native.Pool(n_threads, cpus[:n_threads] if is_pinned else None)
