@@ -23,7 +23,7 @@ extern "C" {
 /* --- library ------------------------------------------------------------------------------------------------ */
 FT_API int ft_abi_version(void);
 FT_API int ft_op_bytes(void);                         /* sizeof(ft_op), checked by the binding */
-FT_API const char *ft_variant(void);                  /* kernels in use: "avx2" or "portable" */
+FT_API const char *ft_variant(void);                  /* kernels in use: "avx512vnni", "avx2" or "portable" */
 FT_API int ft_set_variant(const char *name);          /* force one ("auto" restores); -1: unknown or not on this CPU */
 FT_API const char *ft_cpu_features(void);             /* "avx2 f16c avx512f ..." as read from the CPU */
 
@@ -112,7 +112,10 @@ enum {
   FT_OP_COUNT = 14
 };
 
-/* Run n_ops operations; 0, or -1-index of the first operation that is malformed (nothing has run then). */
+/* Run n_ops operations; 0, or -1-index of the first operation that is malformed (nothing has run then), or -1-n_ops
+ * where memory for the threads' scratch is short. Malformed: null pointers, sizes that cannot be, n outside 1..8, a type
+ * without decoder, tokens or positions past their tables, activation or experts scratch not 64-aligned, k above 64.
+ * Calls on one pool take turns; the caller's floating-point mode is set to the default meanwhile. */
 FT_API int ft_run(ft_pool *pool, const ft_op *ops, int n_ops);
 
 FT_API int64_t ft_attn_scratch_bytes(int n_tokens, int n_head, int head_dim_v, int64_t max_positions, int n_threads);
