@@ -6,14 +6,46 @@ Called by the parity and benchmark tools and by tests. Nothing here knows of our
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import llama_cpp
 import numpy as np
 
 __all__ = ["Peer", "silence", "system_info"]
+
+
+Capture = tuple[tuple[str, ...], Callable[[str, np.ndarray], None]]
+"""Prefixes of tensor names wanted from every forward pass, and who gets (name, values [rows, width])."""
+
+
+class Tensor(ctypes.Structure):
+    """ggml's `struct ggml_tensor` (ggml.h)."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("buffer", ctypes.c_void_p),
+        ("ne", ctypes.c_int64 * 4),
+        ("nb", ctypes.c_size_t * 4),
+        ("op", ctypes.c_int),
+        ("op_params", ctypes.c_int32 * 16),
+        ("flags", ctypes.c_int32),
+        ("src", ctypes.c_void_p * 10),
+        ("view_src", ctypes.c_void_p),
+        ("view_offs", ctypes.c_size_t),
+        ("data", ctypes.c_void_p),
+        ("name", ctypes.c_char * 64),
+    )
+
+    def values(self) -> np.ndarray:
+        """A copy of the first matrix [ne1, ne0] of an F32 or I32 tensor, rows by their stride."""
+        dtype = np.float32 if self.type == llama_cpp.GGML_TYPE_F32 else np.int32
+        rows, stride = self.ne[1], self.nb[1]
+        raw = (ctypes.c_uint8 * ((rows - 1) * stride + self.ne[0] * 4)).from_address(self.data)
+        shape, strides = (rows, self.ne[0]), (stride, 4)
+        return np.lib.stride_tricks.as_strided(np.frombuffer(raw, dtype, self.ne[0]), shape, strides).copy()
 
 
 DROP_LOG = llama_cpp.llama_log_callback(lambda level, text, user_data: None)
@@ -30,15 +62,38 @@ def system_info() -> str:
     return str(llama_cpp.llama_print_system_info().decode())
 
 
-class Peer:
-    """A loaded model with one context. `exact` asks for an f32 cache without flash attention (the oracle);
-    otherwise the defaults of llama-server hold: f16 cache, flash attention chosen by llama.cpp.
+def eval_callback(capture: Capture) -> Any:
+    """A C callback that hands tensors with the wanted name prefixes to the capture's function."""
+    prefixes, receive = capture
 
-    A context manager; RuntimeError when llama.cpp refuses the file or a batch.
+    def on_tensor(address: int, ask: bool, user_data: int | None) -> bool:
+        tensor = Tensor.from_address(address)
+        name = tensor.name.decode()
+        if ask:
+            return bool(name.startswith(prefixes))
+        receive(name, tensor.values())
+        return True
+
+    return llama_cpp.ggml_backend_sched_eval_callback(on_tensor)
+
+
+class Peer:
+    """A loaded model with one context, as a context manager.
+
+    `exact` asks for an f32 cache without flash attention (the oracle); otherwise the defaults of llama-server hold: f16
+    cache, flash attention chosen by llama.cpp. `capture` receives intermediate tensors of every forward pass.
+    RuntimeError when llama.cpp refuses the file or a batch.
     """
 
     def __init__(
-        self, path: str | Path, *, n_ctx: int = 1024, n_threads: int = 2, exact: bool = False, n_ubatch: int = 512
+        self,
+        path: str | Path,
+        *,
+        n_ctx: int = 1024,
+        n_threads: int = 2,
+        exact: bool = False,
+        n_ubatch: int = 512,
+        capture: Capture | None = None,
     ) -> None:
         silence()
         llama_cpp.llama_backend_init()
@@ -56,6 +111,9 @@ class Peer:
         if exact:
             params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
             params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        self.callback = eval_callback(capture) if capture else None
+        if self.callback:
+            params.cb_eval = self.callback
         self.context = llama_cpp.llama_init_from_model(self.model, params)
         if not self.context:
             raise RuntimeError(f"llama.cpp cannot make a context of {n_ctx} tokens for {path}")
