@@ -340,6 +340,35 @@ def test_bad_freq_factors(tmp_path: Path, factors: np.ndarray) -> None:
         spec.rope_table(0, factors)
 
 
+@pytest.mark.parametrize("arch", ["gemma3", "qwen2moe"])
+def test_fuzz(tmp_path: Path, arch: str) -> None:
+    """Seeded mutations of the values in a header: a spec within bounds, or one of our errors."""
+    keys = g.tiny_keys(arch) | {f"{arch}.rope.scaling.type": "yarn", f"{arch}.rope.scaling.factor": 4.0}
+    keys |= {f"{arch}.attention.sliding_window": 8, f"{arch}.rope.freq_base": 1e6}
+    good = g.build(keys, g.tiny_tensors(arch))
+    path = tmp_path / "m.gguf"
+    rng = np.random.default_rng(7)
+    end = good.index(b"output_norm") + 400
+    n_read = 0
+    for _ in range(1500):
+        content = bytearray(good)
+        at = int(rng.integers(24, end))
+        if rng.integers(2):
+            content[at] ^= 1 << int(rng.integers(8))
+        else:
+            content[at : at + 4] = rng.bytes(4)
+        path.write_bytes(content)
+        try:
+            model = open_model(path)
+            spec = read_spec(model)
+            assert np.all(np.isfinite(spec.rope_table(0).inv_freq)) and math.isfinite(spec.rope_table(0).mscale)
+            n_read += 1
+            check_tensors(spec, model)
+        except ModelFileError as error:
+            assert str(path) in str(error)
+    assert n_read > 100
+
+
 @pytest.mark.weights
 def test_smollm2(smollm2_path: Path) -> None:
     model = open_model(smollm2_path)
