@@ -24,13 +24,15 @@ class EngineOptions:
 
     n_ctx: int = 0
     """Context in tokens, of all slots together; 0 takes the model's training context."""
-    n_parallel: int = 1
+    n_parallel: int = 0
+    """Requests served at once; 0 lets the engine choose, all sharing one context."""
     n_batch: int = 2048
     n_ubatch: int = 512
     """Tokens of one prefill chunk."""
     n_threads: int = 0
     n_threads_batch: int = 0
-    n_gpu_layers: int = 0
+    n_gpu_layers: int = -1
+    """Layers on the GPU, -1 for as many as are useful, -2 for all."""
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     n_planes: int = 2
@@ -46,8 +48,19 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8080
     api_keys: tuple[str, ...] = ()
+    ssl_key_file: Path | None = None
+    ssl_cert_file: Path | None = None
     timeout_s: int = 3600
+    """Of one read or write, and of an idle connection."""
     n_threads_http: int = 0
+    """Threads kept ready; more start when all are busy. 0 takes 4."""
+    max_body_bytes: int = 100 * 2**20
+    sse_ping_interval_s: int = 30
+    """Seconds of silence after which a stream gets a comment line, -1 for never."""
     cache_prompt: bool = True
+    is_slots_endpoint_on: bool = True
+    use_jinja: bool = True
+    chat_template_kwargs: dict[str, object] = field(default_factory=dict)
+    """Variables for the chat template; a request's own win."""
     default_sampling: dict[str, object] = field(default_factory=dict)
-    """Sampler fields given on the command line (--temp and so on); a request's own fields win."""
+    """Fields of `request.SamplingParams` given on the command line; a request's own fields win."""

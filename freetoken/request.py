@@ -6,6 +6,7 @@ The engine writes events; the Flask thread may set `request.cancelled`. Nothing 
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -56,7 +57,7 @@ class SamplingParams:
     dry_multiplier: float = 0.0
     dry_base: float = 1.75
     dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1
+    dry_penalty_last_n: int = 64
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     mirostat: int = 0
     mirostat_tau: float = 5.0
@@ -145,13 +146,15 @@ Event = PromptEvent | TokenEvent | DoneEvent | ErrorEvent
 class Request:
     """One generation. The Flask thread fills everything but `events`; `cancelled` is set by the Flask thread only."""
 
+    id: int = field(default_factory=itertools.count().__next__, init=False)
+    """Unique in this process."""
     prompt: tuple[int, ...]
     params: SamplingParams
     cache_prompt: bool = True
     id_slot: int = -1
     """A wished slot, -1 for any."""
     return_progress: bool = False
-    """Whether PromptEvents are wanted."""
+    """Whether PromptEvents are wanted: one when the request gets its slot, then one a chunk."""
     events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
     cancelled: threading.Event = field(default_factory=threading.Event)
     created: float = field(default_factory=time.monotonic)
@@ -174,6 +177,8 @@ class SlotInfo:
     is_processing: bool
     n_prompt_tokens: int = 0
     n_decoded: int = 0
+    request_id: int | None = None
+    """`Request.id` of what runs there."""
 
 
 class Generator(Protocol):

@@ -1,0 +1,1 @@
+"""The command line: `ft serve`, `ft run`, `ft bench`, `ft info`."""

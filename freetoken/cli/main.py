@@ -1,0 +1,76 @@
+"""`ft`: chooses the command, catches what it raises. Commands are imported only when chosen, so this stays instant."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from freetoken import __version__
+from freetoken.cli.parser import Parser
+from freetoken.errors import FreeTokenError
+
+__all__ = ["main"]
+
+_COMMANDS = {
+    "serve": "serve a model over HTTP, as llama-server does",
+    "run": "print a completion of one prompt",
+    "bench": "measure prompt and generation speed",
+    "info": "show what a model file holds",
+}
+_INTERRUPTED = 130
+_THREAD_ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "passive",
+    "GOMP_SPINCOUNT": "0",
+    "KMP_BLOCKTIME": "0",
+}
+"""Read by OpenMP when torch is imported: its workers sleep at once instead of spinning beside ours."""
+
+
+def usage() -> str:
+    """The text of `ft --help`."""
+    lines = [f"  {name:<8}{text}" for name, text in _COMMANDS.items()]
+    tail = "ft COMMAND --help lists the flags; ft --version prints the version."
+    return "\n".join(["usage: ft COMMAND [FLAGS]", "", *lines, "", tail])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns the exit code. Errors are one line on stderr."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        return _dispatch(arguments)
+    except FreeTokenError as error:
+        print(f"ft: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has left; what Python flushes at exit must go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _dispatch(arguments: list[str]) -> int:
+    first = arguments[0] if arguments else "--help"
+    if first in ("-h", "--help", "--usage"):
+        print(usage())
+        return 0
+    if first == "--version":
+        print(f"version: {__version__}")
+        return 0
+    if first not in _COMMANDS:
+        print(f"ft: error: unknown command '{first}'\n\n{usage()}", file=sys.stderr)
+        return 2
+    for name, value in _THREAD_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    command = importlib.import_module(f"freetoken.cli.{first}")
+    parser = Parser(f"ft {first}", _COMMANDS[first])
+    command.add_arguments(parser)
+    args = parser.parse(arguments[1:])
+    if args.help:
+        print(parser.help())
+        return 0
+    if args.version:
+        print(f"version: {__version__}")
+        return 0
+    return int(command.run(args))

@@ -1,0 +1,118 @@
+"""An OpenAI chat body -> the fields of a completion: checks the messages, renders the template.
+
+Reasoning and tool calls are not parsed out of the answer yet: everything is `content`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from freetoken.chat import ChatTemplate
+from freetoken.server.fields import has, json_type, read_bool, read_int, read_string, read_strings
+from freetoken.server.refuse import invalid, not_supported
+
+__all__ = ["completion_body", "render_prompt"]
+
+Json = dict[str, Any]
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+
+
+def completion_body(body: Json, template: ChatTemplate, default_kwargs: dict[str, object]) -> Json:
+    """The body with `prompt`, `stop` and `n_probs` as /completion wants them; everything else is kept."""
+    result = dict(body)
+    result["stop"] = list(read_strings(body, "stop", ()))
+    result["prompt"] = render_prompt(body, template, default_kwargs)
+    wants_logprobs = body.get("logprobs")
+    if wants_logprobs is not None and not isinstance(wants_logprobs, bool):
+        raise invalid(f"Field 'logprobs': type must be boolean, but is {json_type(wants_logprobs)}")
+    result.pop("logprobs", None)
+    if wants_logprobs:
+        result["n_probs"] = read_int(body, "top_logprobs", 20, low=0)
+    elif has(body, "top_logprobs"):
+        raise invalid("top_logprobs requires logprobs to be set to true")
+    return result
+
+
+def render_prompt(body: Json, template: ChatTemplate, default_kwargs: dict[str, object]) -> str:
+    """The prompt text of a chat body. A last message of the assistant is continued, not closed."""
+    if body.get("tools") or body.get("functions"):
+        raise not_supported("Field 'tools' is not supported by this server yet")
+    choice = body.get("tool_choice")
+    if choice is not None and choice not in ("auto", "none"):
+        raise not_supported("Field 'tool_choice' is not supported by this server yet")
+    messages = checked_messages(body)
+    kwargs = _template_kwargs(body, default_kwargs)
+    add_generation_prompt = read_bool(body, "add_generation_prompt", True)
+    is_continued = bool(messages) and messages[-1]["role"] == "assistant"
+    if body.get("continue_final_message") and add_generation_prompt and "add_generation_prompt" in body:
+        raise invalid("Cannot set both add_generation_prompt and continue_final_message to true.")
+    if not is_continued:
+        return template.render(messages, None, add_generation_prompt, **kwargs)
+    if len(messages) > 1 and messages[-2]["role"] == "assistant":
+        raise invalid("Cannot have 2 or more assistant messages at the end of the list.")
+    if messages[-1].get("tool_calls"):
+        raise invalid("Cannot continue an assistant message that contains tool calls.")
+    return template.render(messages[:-1], None, True, **kwargs) + _text_of(messages[-1])
+
+
+def checked_messages(body: Json) -> list[Json]:
+    """`messages`, each with a role and a content of text."""
+    if "messages" not in body:
+        raise invalid("'messages' is required")
+    messages = body["messages"]
+    if not isinstance(messages, list):
+        raise invalid("Expected 'messages' to be an array")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise invalid(f"messages[{i}]: type must be object, but is {json_type(message)}")
+        if not isinstance(message.get("role"), str):
+            raise invalid(f"messages[{i}]: 'role' is required and must be a string")
+        _check_content(message, f"messages[{i}]")
+    return messages
+
+
+def _check_content(message: Json, where: str) -> None:
+    if "content" not in message:
+        if message["role"] != "assistant":
+            raise invalid(f"{where}: All non-assistant messages must contain 'content'")
+        if "tool_calls" not in message:
+            raise invalid(f"{where}: Assistant message must contain either 'content' or 'tool_calls'!")
+        return
+    content = message["content"]
+    if content is None or isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise invalid(f"{where}: Expected 'content' to be a string or an array")
+    for part in content:
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            raise invalid(f"{where}: each part of 'content' must be an object with a 'type'")
+        if part["type"] not in _TEXT_PARTS:
+            raise not_supported(f"{where}: content of type '{part['type']}' is not supported by this server yet")
+        if not isinstance(part.get("text"), str):
+            raise invalid(f"{where}: a text part of 'content' must have a string 'text'")
+
+
+def _text_of(message: Json) -> str:
+    """A message's content as one text; parts are joined with new lines."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _template_kwargs(body: Json, defaults: dict[str, object]) -> Json:
+    """Variables for the template: the command line's, the body's `chat_template_kwargs` and `reasoning_effort`."""
+    own = body.get("chat_template_kwargs")
+    if own is not None and not isinstance(own, dict):
+        raise invalid(f"Field 'chat_template_kwargs': type must be object, but is {json_type(own)}")
+    kwargs: Json = {**defaults, **(own or {})}
+    if not isinstance(kwargs.get("enable_thinking", True), bool):
+        raise invalid('invalid type for "enable_thinking" (expected boolean)')
+    effort = read_string(body, "reasoning_effort", "")
+    if effort == "none":
+        kwargs["enable_thinking"] = False
+        kwargs.pop("reasoning_effort", None)
+    elif effort:
+        kwargs["reasoning_effort"] = effort
+    clash = {"messages", "tools", "add_generation_prompt", "self"} & kwargs.keys()
+    if clash:
+        raise invalid(f"Field 'chat_template_kwargs': {', '.join(sorted(clash))} cannot be set there")
+    return kwargs

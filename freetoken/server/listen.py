@@ -1,0 +1,153 @@
+"""The HTTP server around the application: cheroot with a thread for every busy connection.
+
+Headers of a stream go out before its first chunk is there, and TLS handshakes run off the accepting thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from cheroot import wsgi
+from cheroot.makefile import MakeFile
+from cheroot.ssl import Adapter
+from cheroot.workers.threadpool import ThreadPool
+from flask import Flask
+
+from freetoken.errors import FreeTokenError, OptionError
+from freetoken.options import ServerOptions
+from freetoken.server.routes import CLIENT_SOCKET
+from freetoken.server.sse import FLUSH_HEADERS
+
+__all__ = ["HttpServer"]
+
+log = logging.getLogger(__name__)
+
+_MIN_THREADS = 4
+_BACKLOG = 512
+_SHUTDOWN_S = 1.0
+_HEADER_BYTES = 64 * 1024
+
+
+class _Pool(ThreadPool):  # type: ignore[misc]
+    """A thread for every connection that has a request: streams never keep /health waiting."""
+
+    def put(self, obj: Any) -> None:
+        self._clear_dead_threads()
+        if self.idle <= self._queue.qsize():
+            self._threads.append(self._spawn_worker())
+        super().put(obj)
+
+
+class _Gateway(wsgi.Gateway_10):  # type: ignore[misc]
+    """Gives the application the client's socket, and sends a stream's headers before its first chunk is there."""
+
+    def get_environ(self) -> dict[str, Any]:
+        environ: dict[str, Any] = super().get_environ()
+        environ[CLIENT_SOCKET] = self.req.conn.socket
+        return environ
+
+    def respond(self) -> None:
+        response: Iterable[bytes] = self.req.server.wsgi_app(self.env, self.start_response)
+        try:
+            if self.env.get(FLUSH_HEADERS):
+                self.req.ensure_headers_sent()
+            for chunk in response:
+                if chunk:
+                    self.write(chunk)
+        finally:
+            self.req.ensure_headers_sent()
+            close = getattr(response, "close", None)
+            if close is not None:
+                close()
+
+
+class _Tls(Adapter):  # type: ignore[misc]
+    """TLS whose handshake runs in the connection's own thread, so that a silent client holds up nobody."""
+
+    def __init__(self, certificate: Path, key: Path) -> None:
+        super().__init__(str(certificate), str(key))
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            self.context.load_cert_chain(certificate, key)
+        except (OSError, ssl.SSLError) as error:
+            raise OptionError(f"--ssl-cert-file {certificate}, --ssl-key-file {key}: cannot be used: {error}") from None
+
+    def bind(self, sock: socket.socket) -> socket.socket:
+        return sock
+
+    def wrap(self, sock: socket.socket) -> tuple[socket.socket, dict[str, str]]:
+        wrapped = self.context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        return wrapped, self.get_environ()
+
+    def get_environ(self) -> dict[str, str]:
+        return {"wsgi.url_scheme": "https", "HTTPS": "on"}
+
+    def makefile(self, sock: socket.socket, mode: str = "r", bufsize: int = -1) -> Any:
+        return MakeFile(sock, mode, bufsize)
+
+
+class _Server(wsgi.Server):  # type: ignore[misc]
+    """cheroot's server, logging through `logging`."""
+
+    keep_alive_conn_limit = None
+    max_request_header_size = _HEADER_BYTES
+
+    def error_log(self, msg: str = "", level: int = logging.INFO, traceback: bool = False) -> None:
+        log.log(level if traceback else min(level, logging.DEBUG), "%s", msg, exc_info=traceback)
+
+
+class HttpServer:
+    """Listens from construction on; `start` begins to serve.
+
+    Raises OptionError for a host or certificate that cannot be used, FreeTokenError for a port in use.
+    """
+
+    def __init__(self, app: Flask, options: ServerOptions) -> None:
+        host = options.host
+        is_unix = host.endswith(".sock")
+        self._server = _Server(
+            host if is_unix else (host, options.port),
+            app,
+            server_name="llama.cpp",
+            request_queue_size=_BACKLOG,
+            timeout=options.timeout_s,
+            shutdown_timeout=_SHUTDOWN_S,
+        )
+        self._server.gateway = _Gateway
+        self._server.requests = _Pool(self._server, min=options.n_threads_http or _MIN_THREADS)
+        if options.ssl_cert_file is not None and options.ssl_key_file is not None:
+            self._server.ssl_adapter = _Tls(options.ssl_cert_file, options.ssl_key_file)
+        try:
+            self._server.prepare()
+        except OSError as error:
+            raise _bind_error(error, host, options.port) from None
+        scheme = "https" if self._server.ssl_adapter is not None else "http"
+        self.port = 0 if is_unix else int(self._server.bind_addr[1])
+        name = f"[{host}]" if ":" in host else host
+        self.url = f"unix://{host}" if is_unix else f"{scheme}://{name}:{self.port}"
+        self._thread = threading.Thread(target=self._server.serve, name="http", daemon=True)
+
+    def start(self) -> None:
+        """Serve in threads of its own; returns at once."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Close the port and end the threads; running requests must have been cancelled before."""
+        self._server.stop()
+        self._thread.join()
+
+
+def _bind_error(error: OSError, host: str, port: int) -> FreeTokenError:
+    """cheroot folds the reason into its message."""
+    text = str(error)
+    if error.errno == errno.EADDRINUSE or f"Errno {errno.EADDRINUSE}]" in text:
+        return FreeTokenError(f"couldn't bind to {host}:{port}: the port is in use; choose another one with --port")
+    reason = text.split("] ", 1)[-1].rstrip(")")
+    return FreeTokenError(f"couldn't bind to {host}:{port}: {reason}")
