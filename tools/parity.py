@@ -40,16 +40,17 @@ MAX_KL_EXACT = 1e-7
 MAX_KL_QUANTISED = 2e-4
 QUESTION = "What is the capital of France?"
 TEXT = (
-    "The lighthouse keeper wrote down the weather every morning. On Monday the wind came from the north and the sea was "
-    "grey; on Tuesday it turned, and two fishing boats that had waited in the harbour went out together. He noted the "
-    "hour, the height of the waves and the colour of the sky, and then he climbed the stairs to clean the lamp. There "
-    "were one hundred and twelve steps. His daughter had counted them when she was five, and she had painted a small "
-    "number on every tenth one, so that visitors would know how far they still had to go. In the afternoon a letter "
-    "arrived. It said that a new machine would be sent before the winter, a machine that lights the lamp by itself, and "
-    "it asked him to explain to the engineers how the fog signal works. He read it twice, put it under the clock and "
-    "looked at the water for a long time. Then he took his notebook and began to write: first, wait until you cannot "
-    "see the second buoy; then open the valve slowly, count to seven, and close it again. Repeat this every minute "
-    "until the fog is gone, and do not fall asleep, because someone out there is counting with you. "
+    "The lighthouse keeper wrote down the weather every morning. On Monday the wind came from the north and the sea "
+    "was grey; on Tuesday it turned, and two fishing boats that had waited in the harbour went out together. He "
+    "noted the hour, the height of the waves and the colour of the sky, and then he climbed the stairs to clean the "
+    "lamp. There were one hundred and twelve steps. His daughter had counted them when she was five, and she had "
+    "painted a small number on every tenth one, so that visitors would know how far they still had to go. In the "
+    "afternoon a letter arrived. It said that a new machine would be sent before the winter, a machine that lights "
+    "the lamp by itself, and it asked him to explain to the engineers how the fog signal works. He read it twice, "
+    "put it under the clock and looked at the water for a long time. Then he took his notebook and began to write: "
+    "first, wait until you cannot see the second buoy; then open the valve slowly, count to seven, and close it "
+    "again. Repeat this every minute until the fog is gone, and do not fall asleep, because someone out there is "
+    "counting with you. "
 )
 
 
@@ -162,7 +163,7 @@ def compare_quantised(name: str, type_name: str, path: Path, tokens: Sequence[in
 
 def chat_prompt(ours: Ours) -> str:
     """QUESTION through the file's chat template, ready for the answer."""
-    source = str(ours.file.metadata["tokenizer.chat_template"])
+    source = ours.file.metadata.get_str("tokenizer.chat_template")
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     messages = [{"role": "user", "content": QUESTION}]
     return environment.from_string(source).render(messages=messages, add_generation_prompt=True)

@@ -292,8 +292,8 @@ def write(
     model = dataclasses.replace(model, n_layer=n_layer or model.n_layer, n_vocab=n_vocab or model.n_vocab)
     plans = plan_tensors(model, types, seed)
     writer = gguf.GGUFWriter(Path(path), model.arch)
-    add_metadata(writer, model)
-    writer.add_description(f"synthetic {preset}: random weights, planted routing")
+    add_metadata(writer, model, f"synthetic {preset}")
+    writer.add_description("random weights, planted routing")
     add_vocabulary(writer, make_vocabulary(model.n_vocab))
     for plan in plans:
         shape = (*plan.shape[:-1], row_bytes(plan.kind, plan.shape[-1]))

@@ -259,9 +259,9 @@ def tensor_type(name: str, n_dims: int, file_type: str, tiny: Tiny) -> gguf.GGML
     return type_by_name("Q6_K" if more else "Q4_K")
 
 
-def add_metadata(writer: gguf.GGUFWriter, tiny: Tiny) -> None:
-    """Hyper-parameters under the architecture's keys."""
-    writer.add_name(f"tiny-{tiny.arch}")
+def add_metadata(writer: gguf.GGUFWriter, tiny: Tiny, name: str) -> None:
+    """The model's name, and hyper-parameters under the architecture's keys."""
+    writer.add_name(name)
     writer.add_context_length(tiny.n_ctx)
     writer.add_embedding_length(tiny.n_embd)
     writer.add_block_count(tiny.n_layer)
@@ -309,7 +309,7 @@ def write(
     file_type = file_type if file_type in MIXES else type_by_name(file_type).name
     tiny = geometry(arch, file_type, **overrides)
     writer = gguf.GGUFWriter(Path(path), tiny.arch)
-    add_metadata(writer, tiny)
+    add_metadata(writer, tiny, f"tiny-{arch}")
     add_vocabulary(writer, make_vocabulary(tiny.n_vocab), add_bos=tiny.add_bos)
     for name, values in tensors(tiny, seed).items():
         kind = tensor_type(name, values.ndim, file_type, tiny)
