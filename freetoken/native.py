@@ -290,6 +290,17 @@ class Pool:
 # --- programs --------------------------------------------------------------------------------------------------------
 
 
+_JOINED = 7
+"""Index of OP_MATVEC's field that says so."""
+_MAX_JOINED = 8
+
+
+def _output(op: Op) -> tuple[int, int]:
+    """First and last address of what an OP_MATVEC writes."""
+    start = op.p[2] or 0
+    return start, start + 4 * op.n * op.i[6]
+
+
 class Program:
     """Operations recorded once and run in order by all threads of a pool, any number of times, with one call each."""
 
@@ -327,8 +338,23 @@ class Program:
                 op.p[index] = value
         op.i[: len(i)] = i
         op.f[: len(f)] = f
+        if code == OP_MATVEC:
+            op.i[_JOINED] = self._may_join(op)
         self._ops.append(op)
         self._array = None
+
+    def _may_join(self, op: Op) -> bool:
+        """Whether a product can run beside those before it: all read one activation and their outputs are apart."""
+        first = len(self._ops)
+        while first > 0 and self._ops[first - 1].code == OP_MATVEC and len(self._ops) - first < _MAX_JOINED - 1:
+            first -= 1
+            before = self._ops[first]
+            (start, end), (start_before, end_before) = _output(op), _output(before)
+            if before.p[0] != op.p[0] or max(start, start_before) < min(end, end_before):
+                return False
+            if not before.i[_JOINED]:
+                return True
+        return False
 
     def run(self) -> None:
         """Run all operations; the GIL is free meanwhile. Raises EngineError naming a malformed one (none ran then)."""

@@ -234,6 +234,19 @@ def test_unknown_code_and_strided_array(pool: Pool) -> None:
         program.add(native.OP_ADD, 1, p=(ROW, ROW[:, ::2], ROW), i=(256,))
 
 
+def test_joined_products_need_one_before_them(pool: Pool) -> None:
+    joined = {"p": GOOD[native.OP_MATVEC]["p"], "i": [*GOOD[native.OP_MATVEC]["i"], 1]}
+    op = native.Op(code=native.OP_MATVEC, n=1)
+    op.i[: len(joined["i"])] = joined["i"]
+    op.p[:3] = [array.ctypes.data for array in joined["p"]]
+    run = native._library().ft_run
+    assert run(pool.handle, (native.Op * 1)(op), 1) == -1
+    first = native.Op.from_buffer_copy(op)
+    first.i[7] = 0
+    assert run(pool.handle, (native.Op * 8)(first, *[op] * 7), 8) == 0
+    assert run(pool.handle, (native.Op * 9)(first, *[op] * 8), 9) == -9
+
+
 def test_program_keeps_its_arrays_alive(pool: Pool) -> None:
     program, y = adding(pool, 1, width=1 << 20)
     assert len(program) == 1

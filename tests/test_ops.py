@@ -212,6 +212,23 @@ def test_matvec(pools: list[Pool], type_id: int, n: int, rows: int, cols: int, p
     check(pools, record, expected)
 
 
+def test_products_of_one_input_run_together_and_chains_do_not(pools: list[Pool]) -> None:
+    """Twenty products of one input in a row, more than may be joined, then a chain in which each reads the last."""
+    data, x = weights(Type.F32, 64, 64), normal(2, 64)
+    first = np.stack([product(data, Type.F32, row, 2) for row in x])
+    second = np.stack([product(data, Type.F32, row, 2) for row in first])
+    expected = np.stack([*[first] * 20, second, np.stack([product(data, Type.F32, row, 2) for row in second])])
+
+    def record(program: Program) -> F32:
+        y = np.zeros((22, 2, 64), f32)
+        for i in range(22):
+            source = x if i < 20 else y[i - 1]
+            program.add(native.OP_MATVEC, 2, p=(source, data, y[i]), i=(Type.F32, 64, 64, 256, 2, 64, 64))
+        return y
+
+    check(pools, record, expected)
+
+
 # --- attention -------------------------------------------------------------------------------------------------------
 
 

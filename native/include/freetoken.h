@@ -73,7 +73,8 @@ enum {
   FT_OP_QUANTIZE = 3,
   /* y[n, rows] = W act (+ bias). p0 act (or const float *x where the class is 0), p1 weight data, p2 float *y,
    * p3 const float *bias or NULL; i0 type, i1 rows, i2 cols, i3 row_bytes, i4 planes, i5 row stride of x when class 0,
-   * i6 row stride of y */
+   * i6 row stride of y, i7 1 = joined: no barrier between this product and the MATVEC before it, since neither reads
+   * what the other writes (at most 8 in a row) */
   FT_OP_MATVEC = 4,
   /* y = a + b elementwise over n * i0 values; p0 a, p1 b, p2 y (may be a or b) */
   FT_OP_ADD = 5,

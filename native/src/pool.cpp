@@ -90,7 +90,6 @@ void Pool::run(Job job, const void *context, size_t scratch_floats) {
   std::lock_guard<std::mutex> turn(turn_);
   reserve_scratch(scratch_floats);
   const DefaultFloatMode mode;
-  next_.store(0, std::memory_order_relaxed);
   Worker worker(*this, 0);
   if (n_threads_ > 1) {
     job_ = job;
@@ -136,14 +135,13 @@ void Pool::work(int index) {
 
 void Worker::barrier() {
   Pool &pool = pool_;
-  if (pool.n_threads_ == 1) {
-    pool.next_.store(0, std::memory_order_relaxed);
-    return;
-  }
+  const int n_pieces = piece_ + 1;
+  piece_ = 0;
+  if (pool.n_threads_ == 1) return;  // a single thread claims nothing
   const uint32_t phase = pool.phase_.load(std::memory_order_relaxed);
   if (pool.arrived_.fetch_add(1, std::memory_order_acq_rel) == pool.n_threads_ - 1) {
     pool.arrived_.store(0, std::memory_order_relaxed);
-    pool.next_.store(0, std::memory_order_relaxed);
+    for (int i = 0; i < n_pieces; ++i) pool.claims_[i].next.store(0, std::memory_order_relaxed);
     pool.phase_.store(phase + 1, std::memory_order_release);
     return;
   }

@@ -21,15 +21,20 @@ class Worker {
   int n_threads() const;
   float *scratch() const;  // Pool::reserve_scratch() floats of this thread's own
 
-  // The next unclaimed item of 0..n_items-1, or -1. Items are shared out between two barriers.
+  // The next unclaimed item of 0..n_items-1, or -1. Items are those of one piece of work between two barriers.
   int64_t claim(int64_t n_items);
-  // All threads arrive before any leaves; the counter of claims starts again at 0.
+  // Claims are of another piece of work from here on; up to kPieces between two barriers, the same on all threads.
+  void next_piece() { ++piece_; }
+  // All threads arrive before any leaves; all counters of claims start again at 0.
   void barrier();
 
  private:
   Pool &pool_;
   int index_;
+  int piece_ = 0;
 };
+
+constexpr int kPieces = 8;
 
 using Job = void (*)(Worker &worker, const void *context);
 
@@ -70,7 +75,10 @@ class Pool {
 
   alignas(64) std::atomic<uint32_t> epoch_{0};
   std::atomic<int> sleepers_{0};
-  alignas(64) std::atomic<int64_t> next_{0};
+  struct alignas(64) Counter {
+    std::atomic<int64_t> next{0};
+  };
+  Counter claims_[kPieces];
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<uint32_t> phase_{0};
 };
@@ -80,13 +88,9 @@ inline int Worker::n_threads() const { return pool_.n_threads_; }
 inline float *Worker::scratch() const { return pool_.scratch_[static_cast<size_t>(index_)]; }
 
 inline int64_t Worker::claim(int64_t n_items) {
-  if (pool_.n_threads_ == 1) {
-    const int64_t item = pool_.next_.load(std::memory_order_relaxed);
-    pool_.next_.store(item + 1, std::memory_order_relaxed);
-    return item < n_items ? item : -1;
-  }
-  if (pool_.next_.load(std::memory_order_relaxed) >= n_items) return -1;
-  const int64_t item = pool_.next_.fetch_add(1, std::memory_order_relaxed);
+  std::atomic<int64_t> &next = pool_.claims_[piece_].next;
+  if (next.load(std::memory_order_relaxed) >= n_items) return -1;
+  const int64_t item = next.fetch_add(1, std::memory_order_relaxed);
   return item < n_items ? item : -1;
 }
 

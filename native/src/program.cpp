@@ -18,18 +18,35 @@ struct Program {
   int n_ops;
 };
 
+bool is_joined(const ft_op &op) { return op.code == FT_OP_MATVEC && op.i[7] != 0; }
+
 // All threads; the barrier after the last operation is the pool's own.
 void walk(Worker &worker, const void *context) {
   const auto &program = *static_cast<const Program *>(context);
   for (int i = 0; i < program.n_ops; ++i) {
-    if (i > 0) worker.barrier();
     const ft_op &op = program.ops[i];
+    if (is_joined(op)) {
+      worker.next_piece();
+    } else if (i > 0) {
+      worker.barrier();
+    }
     kTable[op.code]->run(op, worker);
   }
 }
 
 bool is_valid(const ft_op &op) {
   return op.code >= 0 && op.code < FT_OP_COUNT && op.n >= 1 && op.n <= FT_MAX_TOKENS && kTable[op.code]->is_valid(op);
+}
+
+// Number of operations before op i that run together with it.
+int n_joined(const ft_op *ops, int i) {
+  int n = 0;
+  while (i - n > 0 && n < kPieces && is_joined(ops[i - n]) && ops[i - n - 1].code == FT_OP_MATVEC) ++n;
+  return n;
+}
+
+bool may_join(const ft_op *ops, int i) {
+  return !is_joined(ops[i]) || (i > 0 && ops[i - 1].code == FT_OP_MATVEC && n_joined(ops, i) < kPieces);
 }
 
 }  // namespace
@@ -45,7 +62,7 @@ FT_API int ft_run(ft_pool *pool, const ft_op *ops, int n_ops) {
   if (pool == nullptr || n_ops < 0 || (ops == nullptr && n_ops > 0)) return -1;
   size_t scratch = 0;
   for (int i = 0; i < n_ops; ++i) {
-    if (!ft::is_valid(ops[i])) return -1 - i;
+    if (!ft::is_valid(ops[i]) || !ft::may_join(ops, i)) return -1 - i;
     const ft::OpInfo &info = *ft::kTable[ops[i].code];
     if (info.scratch_floats != nullptr) scratch = std::max(scratch, info.scratch_floats(ops[i]));
   }
