@@ -26,11 +26,14 @@ struct Act32 {
 };
 struct Act256 {
   int8_t hi[256], lo[256];
-  int16_t sum16[2][16];  // of each plane (hi, lo), over the 16 values of each sixteenth of the block
-  int16_t sum32[2][8];   // the same over 32 values
+  int16_t sum16[2][16];  // of each plane (hi, lo), over each 16 values; group j stands at group_place(j)
+  int16_t sum32[2][8];   // the same over each 32 values, in order
   int8_t pad[32];
 };
 static_assert(sizeof(Act32) == 64 && sizeof(Act256) == 640, "layout of activations");
+
+// Even groups, then odd ones: a group of 32 values takes one place of each half of a vector.
+static inline int group_place(int j) { return (j & 1) * 8 + (j >> 1); }
 
 static inline int64_t pad8(int64_t n) { return (n + 7) & ~int64_t(7); }
 

@@ -1,11 +1,15 @@
 // kernels_avx512.cpp - AVX-512 with VNNI (compiled with those flags; called only where the CPU has them).
-#include "kernels_common.h"
+#ifdef __AVX512VNNI__
+#include "kernels_x86.h"
+#else
+#include "kernels.h"
+#endif
 
 namespace ft {
 
 const Kernels *kernels_avx512() {
 #ifdef __AVX512VNNI__
-  static const Kernels table = common_table("avx512vnni");
+  static const Kernels table = x86_table("avx512vnni");
   return &table;
 #else
   return nullptr;

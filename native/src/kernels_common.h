@@ -71,12 +71,12 @@ inline void quantize_32(const float *x, int planes, Act32 &a, float *dx, float *
 inline void quantize_256(const float *x, int planes, Act256 &a, float *dx) {
   *dx = quantize_block<256>(x, planes, a.hi, a.lo);
   for (int j = 0; j < 16; ++j) {
-    a.sum16[0][j] = int16_t(plane_sum(a.hi + 16 * j, 16));
-    a.sum16[1][j] = int16_t(plane_sum(a.lo + 16 * j, 16));
+    a.sum16[0][group_place(j)] = int16_t(plane_sum(a.hi + 16 * j, 16));
+    a.sum16[1][group_place(j)] = int16_t(plane_sum(a.lo + 16 * j, 16));
   }
   for (int j = 0; j < 8; ++j) {
-    a.sum32[0][j] = int16_t(a.sum16[0][2 * j] + a.sum16[0][2 * j + 1]);
-    a.sum32[1][j] = int16_t(a.sum16[1][2 * j] + a.sum16[1][2 * j + 1]);
+    a.sum32[0][j] = int16_t(a.sum16[0][j] + a.sum16[0][j + 8]);
+    a.sum32[1][j] = int16_t(a.sum16[1][j] + a.sum16[1][j + 8]);
   }
   std::memset(a.pad, 0, sizeof(a.pad));
 }
@@ -149,7 +149,7 @@ inline float row_256(const uint8_t *row, const void *act, int64_t nb, int planes
     if (Form::kHasMin) {
       int32_t m = 0;
       for (int j = 0; j < 16; ++j) {
-        const int32_t hi = a[b].sum16[0][j], lo = a[b].sum16[1][j];
+        const int32_t hi = a[b].sum16[0][group_place(j)], lo = a[b].sum16[1][group_place(j)];
         m += s.mn[j] * (planes == 2 ? 256 * hi + lo : hi);
       }
       term = term - (Form::dmin(w[b]) * dx[b]) * float(m);
