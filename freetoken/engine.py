@@ -1,0 +1,375 @@
+"""The one thread that owns the model: admit, prefill, decode, sample, emit.
+
+The HTTP threads call `submit` and read events; everything else here runs on the engine's thread. A slot serves one
+request at a time and keeps its tokens in the KV cache afterwards, so that the next prompt with the same beginning
+starts after it. Scheduling: one prefill chunk of one request, then one decode step of all that generate, in turn.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from freetoken.errors import ContextExceededError, EngineError, FreeTokenError, NotReadyError, RequestError
+from freetoken.gguf import ModelFile, open_model
+from freetoken.kvcache import KVCacheFull, Sequence
+from freetoken.options import EngineOptions, ModelOptions
+from freetoken.request import (
+    DoneEvent,
+    EngineState,
+    ErrorEvent,
+    PromptEvent,
+    Request,
+    SlotInfo,
+    Timings,
+    TokenEvent,
+)
+from freetoken.runner import Runner
+from freetoken.sampler import Sampler
+from freetoken.spec import ModelSpec, read_spec
+from freetoken.tokenizer import Tokenizer
+
+__all__ = ["Engine"]
+
+logger = logging.getLogger(__name__)
+
+N_SLOTS_AUTO = 4
+"""Slots where -np is not given; they share one pool of context, as llama-server's unified cache does."""
+SLOT_SIMILARITY = 0.1
+"""Least share of a prompt that a slot must hold already to be preferred over the longest idle one."""
+
+
+@dataclass
+class Slot:
+    """One place for a running request. Written by the engine thread only; other threads read `info`."""
+
+    id: int
+    sequence: Sequence
+    request: Request | None = None
+    sampler: Sampler | None = None
+    todo: list[int] = field(default_factory=list)
+    """Tokens not yet in the cache: the rest of the prompt, or the token sampled last."""
+    n_cached: int = 0
+    n_prompt: int = 0
+    n_decoded: int = 0
+    started: float = 0.0
+    first_token: float = 0.0
+    last_used: float = 0.0
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.request is not None and self.n_decoded == 0
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.request is not None and self.n_decoded > 0
+
+    def timings(self) -> Timings:
+        """Counts and times so far."""
+        now = time.monotonic()
+        prompt_end = self.first_token or now
+        return Timings(
+            cache_n=self.n_cached,
+            prompt_n=len(self.sequence.tokens) - self.n_cached - max(self.n_decoded - 1, 0),
+            prompt_ms=(prompt_end - self.started) * 1e3,
+            predicted_n=self.n_decoded,
+            predicted_ms=(now - self.first_token) * 1e3 if self.first_token else 0.0,
+        )
+
+
+class Engine:
+    """Loads a model in its own thread and serves requests from it; see `request.Generator` for what others may use."""
+
+    def __init__(self, model: ModelOptions, options: EngineOptions, tokenizer: Tokenizer | None = None) -> None:
+        """`tokenizer` is the model's, where the caller has read it already."""
+        self._tokenizer_given = tokenizer
+        self._model_options = model
+        self._options = options
+        self._state = EngineState.LOADING
+        self._failure: Exception | None = None
+        self._load_progress = 0.0
+        self._inbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._waiting: collections.deque[Request] = collections.deque()
+        self._slots: list[Slot] = []
+        self._turn = 0
+        self._n_ctx = 0
+        self._closing = threading.Event()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    # --- for other threads ---------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @property
+    def failure(self) -> Exception | None:
+        return self._failure
+
+    @property
+    def n_ctx(self) -> int:
+        return self._n_ctx
+
+    @property
+    def n_slots(self) -> int:
+        return self._options.n_parallel if self._options.n_parallel > 0 else N_SLOTS_AUTO
+
+    @property
+    def load_progress(self) -> float:
+        return self._load_progress
+
+    def start(self) -> None:
+        """Begin loading; returns at once."""
+        self._thread.start()
+
+    def wait_ready(self) -> None:
+        """Block until the model answers; raises what made loading fail."""
+        self._ready.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Cancel what runs, end the thread and free the model."""
+        self._closing.set()
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises NotReadyError while loading, RequestError for a prompt that cannot be served."""
+        if self._state is not EngineState.READY or self._closing.is_set():
+            raise NotReadyError("Loading model")
+        if not request.prompt:
+            raise RequestError("the prompt is empty: it must hold at least one token")
+        if len(request.prompt) >= self._n_ctx:
+            raise ContextExceededError(len(request.prompt), self._n_ctx)
+        if request.id_slot >= self.n_slots:
+            raise RequestError(f"id_slot {request.id_slot}: the server has slots 0 to {self.n_slots - 1}")
+        self._inbox.put(request)
+
+    def slots(self) -> list[SlotInfo]:
+        """A snapshot of all slots."""
+        return [
+            SlotInfo(
+                s.id, self._n_ctx, (r := s.request) is not None, s.n_prompt, s.n_decoded, None if r is None else r.id
+            )
+            for s in self._slots
+        ]
+
+    # --- the engine thread ---------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            self._load()
+        except Exception as error:
+            if not isinstance(error, FreeTokenError):
+                logger.exception("loading failed")
+                error = EngineError(f"{self._model_options.path}: loading failed: {type(error).__name__}: {error}")
+            self._failure = error
+            self._state = EngineState.FAILED
+            self._ready.set()
+            return
+        self._state = EngineState.READY
+        self._ready.set()
+        try:
+            while not self._closing.is_set():
+                self._step()
+        finally:
+            self._drain()
+            self._runner.close()
+            self._file.close()
+
+    def _load(self) -> None:
+        started = time.monotonic()
+        self._file: ModelFile = open_model(self._model_options.path)
+        self._spec: ModelSpec = read_spec(self._file)
+        self._load_progress = 0.2
+        self._tokenizer = self._tokenizer_given or Tokenizer(self._file.shards[0].path, self._file.metadata)
+        self._load_progress = 0.4
+        total = self._options.n_ctx or self._spec.n_ctx_train
+        self._n_ctx = total if self._options.n_parallel <= 0 else max(total // self.n_slots, 1)
+        self._runner = Runner(self._file, self._spec, self._options, n_ctx=self._n_ctx, n_sequences=self.n_slots)
+        self._slots = [Slot(i, self._runner.new_sequence()) for i in range(self.n_slots)]
+        self._load_progress = 0.8
+        self._runner.warm_up()
+        self._load_progress = 1.0
+        logger.info(
+            "model loaded in %.2f s: %d slots of %d tokens", time.monotonic() - started, self.n_slots, self._n_ctx
+        )
+
+    def _step(self) -> None:
+        """One round: new requests, one prefill chunk, one decode step."""
+        self._receive(block=not self._waiting and all(s.request is None for s in self._slots))
+        self._drop_cancelled()
+        self._admit()
+        prefilling = [s for s in self._slots if s.is_prefilling]
+        if prefilling:
+            self._turn += 1
+            self._guard([prefilling[self._turn % len(prefilling)]], self._prefill)
+        decoding = [s for s in self._slots if s.is_decoding]
+        if decoding:
+            self._guard(decoding, self._decode)
+
+    def _receive(self, block: bool) -> None:
+        while True:
+            try:
+                request = self._inbox.get(block=block)
+            except queue.Empty:
+                return
+            block = False
+            if request is not None:
+                self._waiting.append(request)
+
+    def _drop_cancelled(self) -> None:
+        for request in [r for r in self._waiting if r.cancelled.is_set()]:
+            self._waiting.remove(request)
+            request.events.put(DoneEvent("cancelled", Timings(0, 0, 0.0, 0, 0.0)))
+        for slot in self._slots:
+            if slot.request is not None and slot.request.cancelled.is_set():
+                self._finish(slot, "cancelled")
+
+    def _admit(self) -> None:
+        for request in list(self._waiting):
+            slot = self._choose_slot(request)
+            if slot is None:
+                continue
+            self._waiting.remove(request)
+            slot.request = request
+            self._guard([slot], self._assign)
+
+    def _choose_slot(self, request: Request) -> Slot | None:
+        """The wished slot; else the one that holds the longest useful prefix; else the longest idle one."""
+        idle = [s for s in self._slots if s.request is None]
+        if request.id_slot >= 0:
+            return next((s for s in idle if s.id == request.id_slot), None)
+        if not idle:
+            return None
+        if request.cache_prompt:
+            held, best = max(((s.sequence.common_prefix(request.prompt), s) for s in idle), key=lambda pair: pair[0])
+            if held > SLOT_SIMILARITY * len(request.prompt):
+                return best
+        return min(idle, key=lambda s: s.last_used)
+
+    def _assign(self, slots: list[Slot]) -> None:
+        """Set a slot up for the request that it has been given."""
+        slot, request = slots[0], slots[0].request
+        assert request is not None
+        slot.n_decoded, slot.first_token, slot.started = 0, 0.0, time.monotonic()
+        held = slot.sequence.common_prefix(request.prompt) if request.cache_prompt else 0
+        held = min(held, len(request.prompt) - 1)  # one token must run to give logits
+        slot.sequence.truncate(held)
+        slot.sampler = Sampler(request.params, self._tokenizer, request.prompt)
+        slot.todo = list(request.prompt[held:])
+        slot.n_cached, slot.n_prompt = held, len(request.prompt)
+        if request.return_progress:
+            request.events.put(PromptEvent(slot.n_prompt, held, held))
+
+    def _prefill(self, slots: list[Slot]) -> None:
+        slot = slots[0]
+        assert slot.request is not None
+        chunk = slot.todo[: self._options.n_ubatch]
+        if not self._make_room(slot, len(chunk)):
+            return
+        is_last = len(chunk) == len(slot.todo)
+        request = slot.request
+        logits = self._runner.prefill(slot.sequence, chunk, want_logits=is_last, should_stop=request.cancelled.is_set)
+        if request.cancelled.is_set():
+            return
+        del slot.todo[: len(chunk)]
+        if request.return_progress:
+            request.events.put(PromptEvent(slot.n_prompt, slot.n_cached, len(slot.sequence.tokens)))
+        if logits is not None:
+            self._emit(logits, slots)
+
+    def _decode(self, slots: list[Slot]) -> None:
+        slots = [s for s in slots if self._make_room(s, 1)]
+        slots = [s for s in slots if s.request is not None]
+        if not slots:
+            return
+        logits = self._runner.decode([s.sequence for s in slots], [s.todo[0] for s in slots])
+        for slot, row in zip(slots, logits, strict=True):
+            self._guard([slot], functools.partial(self._emit, row))
+
+    def _emit(self, logits: np.ndarray, slots: list[Slot]) -> None:
+        """Sample from the logits of a slot's last token and tell its request."""
+        slot = slots[0]
+        request, sampler = slot.request, slot.sampler
+        assert request is not None and sampler is not None
+        if request.params.n_predict == 0:
+            self._finish(slot, "limit")
+            return
+        sampled = sampler.sample(logits)
+        token = sampled.token
+        sampler.accept(token)
+        if slot.n_decoded == 0:
+            slot.first_token = time.monotonic()
+        slot.n_decoded += 1
+        slot.todo = [token]
+        if self._tokenizer.is_eog(token) and not request.params.ignore_eos:
+            self._finish(slot, "eos", eos_token=token)
+            return
+        request.events.put(TokenEvent(token, sampled.logprob, sampled.top))
+        if 0 <= request.params.n_predict <= slot.n_decoded:
+            self._finish(slot, "limit")
+        elif len(slot.sequence.tokens) + 1 > self._n_ctx:
+            self._finish(slot, "limit", truncated=True)
+
+    def _make_room(self, slot: Slot, n_tokens: int) -> bool:
+        """Reserve cache pages for a slot, taking them from idle slots, the longest unused first.
+
+        Where running requests fill the cache the slot waits if it is still in its prompt, and ends truncated if it
+        already generates.
+        """
+        while True:
+            try:
+                slot.sequence.reserve(n_tokens)
+                return True
+            except KVCacheFull:
+                idle = [s for s in self._slots if s.request is None and s.sequence.tokens]
+                if idle:
+                    min(idle, key=lambda s: s.last_used).sequence.truncate(0)
+                    continue
+            if slot.is_decoding or not any(s.is_decoding for s in self._slots):
+                self._finish(slot, "limit", truncated=True)
+            return False
+
+    def _finish(self, slot: Slot, reason: str, *, eos_token: int | None = None, truncated: bool = False) -> None:
+        assert slot.request is not None
+        done = DoneEvent(reason, slot.timings(), eos_token, truncated, slot.id)
+        request = slot.request
+        slot.request, slot.sampler, slot.todo = None, None, []
+        slot.last_used = time.monotonic()
+        request.events.put(done)
+
+    def _guard(self, slots: list[Slot], work: Callable[[list[Slot]], None]) -> None:
+        """Run work for slots; what it raises goes to the requests that it worked for, and their slots are emptied."""
+        try:
+            work(slots)
+        except Exception as error:
+            if not isinstance(error, FreeTokenError):
+                logger.exception("the engine failed")
+                error = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            for slot in slots:
+                request = slot.request
+                slot.request, slot.sampler, slot.todo = None, None, []
+                slot.sequence.truncate(0)
+                if request is not None:
+                    request.events.put(ErrorEvent(error))
+
+    def _drain(self) -> None:
+        """On closing: end every request, so that no reader waits for ever."""
+        self._receive(block=False)
+        for request in self._waiting:
+            request.events.put(DoneEvent("cancelled", Timings(0, 0, 0.0, 0, 0.0)))
+        for slot in self._slots:
+            if slot.request is not None:
+                self._finish(slot, "cancelled")
