@@ -272,7 +272,7 @@ def expert_share(model: Tiny, plans: list[Plan]) -> tuple[int, int]:
 
 def write(
     path: str | Path,
-    preset: str = "qwen3-30b-a3b",
+    preset: str | Tiny = "qwen3-30b-a3b",
     *,
     n_layer: int | None = None,
     n_vocab: int | None = None,
@@ -283,16 +283,18 @@ def write(
 ) -> tuple[Path, Tiny, list[Plan]]:
     """Write the file and return its path, geometry and tensors. The same arguments give the same bytes.
 
+    `preset` is a key of PRESETS or a geometry of your own.
+
     `repeat_banks` makes one bank of each role and type and writes it for every layer: speed files only. ValueError for
     an unknown preset, a type without random blocks, or a size that the types cannot hold.
     """
-    if preset not in PRESETS:
+    if isinstance(preset, str) and preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
-    model = PRESETS[preset]
+    model = PRESETS[preset] if isinstance(preset, str) else preset
     model = dataclasses.replace(model, n_layer=n_layer or model.n_layer, n_vocab=n_vocab or model.n_vocab)
     plans = plan_tensors(model, types, seed)
     writer = gguf.GGUFWriter(Path(path), model.arch)
-    add_metadata(writer, model, f"synthetic {preset}")
+    add_metadata(writer, model, f"synthetic {preset if isinstance(preset, str) else preset.arch}")
     writer.add_description("random weights, planted routing")
     add_vocabulary(writer, make_vocabulary(model.n_vocab))
     for plan in plans:

@@ -28,7 +28,7 @@ __all__ = ["ARCHITECTURES", "MIXES", "Tiny", "geometry", "tensors", "write"]
 
 MIXES = ("Q4_K_M", "mixed")
 MIXED_CYCLE = ("Q4_K", "Q6_K", "Q8_0", "Q5_K", "Q4_1", "Q3_K", "IQ4_XS", "F16", "Q5_0", "Q2_K", "MXFP4")
-N_TOPICS = 8
+N_TOPICS = 12
 TOPIC_RMS = 0.6
 LOGIT_STD = 3.0
 NO_EXPERT_WIDTH = ("llama", "olmoe")
@@ -147,6 +147,7 @@ def router_weight(rng: np.random.Generator, tiny: Tiny, topics: np.ndarray, norm
     """[n_expert, n_embd]: each topic ranks the experts in an order of its own, with a gap below the last chosen."""
     ranks = np.arange(tiny.n_expert, dtype=np.float32)
     scores = -0.5 * ranks - 1.5 * (ranks >= tiny.n_used)
+    scores -= scores.mean()
     planted = np.stack([rng.permutation(scores) for _ in range(N_TOPICS)])
     read = planted.T @ topics / (TOPIC_RMS * tiny.n_embd)
     return np.asarray((read + 0.1 * unit_rows(rng, tiny.n_expert, tiny.n_embd)) / norm * 1.5, dtype=np.float32)
@@ -214,8 +215,8 @@ def tensors(tiny: Tiny, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng([seed, *tiny.arch.encode()])
     d = tiny.n_embd
     topics = topic_directions(rng, d)
-    embedding = rng.standard_normal((tiny.n_vocab, d), dtype=np.float32)
-    embedding += TOPIC_RMS * topics[rng.integers(N_TOPICS, size=tiny.n_vocab)]
+    embedding = without_topics(rng.standard_normal((d, tiny.n_vocab), dtype=np.float32), topics).T
+    embedding = embedding + TOPIC_RMS * topics[rng.integers(N_TOPICS, size=tiny.n_vocab)]
     if tiny.scaled_embedding:
         embedding /= np.sqrt(d)
     signs = rng.choice([-1.0, 1.0], d)
