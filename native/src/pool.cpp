@@ -18,7 +18,7 @@ namespace ft {
 namespace {
 
 constexpr int kMaxThreads = 1024;
-constexpr int kPausesBeforeYield = 2000;  // some 30 us: longer than any wait between threads that really run
+constexpr int kPausesBeforeYield = 300;  // some 5 us: longer than most waits between threads that really run
 
 // One turn of a waiting loop.
 void relax(int &turns) {
