@@ -150,7 +150,7 @@ class Choice:
         if self.params.return_tokens:
             self._tokens += tokens
         self._check_time(text)
-        wants_timings = self.params.timings_per_token or bool(self._stop_type)
+        wants_timings = self.params.timings_per_token or self._stop_type == "word"
         return Piece(text, tokens, probs, self._n_decoded, self._live_timings() if wants_timings else None)
 
     def _show(self, text: str) -> str:
