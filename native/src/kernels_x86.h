@@ -204,39 +204,42 @@ inline I8 block_sums(I8 n, const Act32 &a) {
   return kPlanes == 2 ? dot_planes(u, hi, lo) : dot_plane(u, hi);
 }
 
-template <class Vec, int NT, int kPlanes>
-inline void rows_32(const uint8_t *row, int64_t nb, const void *const *act, float *const *out, int64_t r) {
+// Where a group of eight blocks stands: its weights, how many blocks there are, and the activations that they meet.
+template <class Act, int NT>
+struct Group {
+  const uint8_t *w;
+  int count;
+  int64_t first, nb;      // the first block's place in the row; places wrap at nb
+  const Act *act[NT];
+  const float *dx[NT], *sx[NT];  // of the eight places from `first` on
+};
+
+// What is known of a group when it is compiled: eight blocks of one row, eight across the end of a row, or fewer.
+enum Shape { kStraight, kWrapping, kPartial };
+
+// Terms of a group, one a lane; lanes from `count` on give +0.
+template <class Vec, int NT, int kPlanes, Shape kShape>
+inline void terms_32(const Group<Act32, NT> &g, F8 *terms) {
   using Block = typename Vec::Block;
-  F8 sum[NT];
-  const float *dx[NT], *sx[NT];
-  for (int t = 0; t < NT; ++t) {
-    sum[t] = _mm256_setzero_ps();
-    dx[t] = act_scales(act[t], 32, nb);
-    sx[t] = dx[t] + pad8(nb);
+  const int count = kShape == kPartial ? g.count : 8;
+  prefetch<8 * sizeof(Block)>(g.w);
+  I8 v[NT][8];
+  int64_t place = g.first;
+#pragma GCC unroll 8
+  for (int i = 0; i < count; ++i) {
+    const I8 n = Vec::bytes(reinterpret_cast<const Block *>(g.w)[i]);
+#pragma GCC unroll 4
+    for (int t = 0; t < NT; ++t) v[t][i] = block_sums<Vec, kPlanes>(n, g.act[t][place]);
+    ++place;
+    if (kShape != kStraight && place == g.nb) place = 0;
   }
-  const auto group = [&](int64_t b0, int count) __attribute__((always_inline)) {
-    const uint8_t *p = row + b0 * int64_t(sizeof(Block));
-    prefetch<8 * sizeof(Block)>(p);
-    I8 v[NT][8];
-    for (int i = 0; i < count; ++i) {
-      const I8 n = Vec::bytes(reinterpret_cast<const Block *>(p)[i]);
-      for (int t = 0; t < NT; ++t) {
-        v[t][i] = block_sums<Vec, kPlanes>(n, static_cast<const Act32 *>(act[t])[b0 + i]);
-      }
-    }
-    const Factors f = Vec::factors(p, count);
-    for (int t = 0; t < NT; ++t) {
-      for (int i = count; i < 8; ++i) v[t][i] = _mm256_setzero_si256();
-      const F8 s = _mm256_cvtepi32_ps(fold8(v[t]));
-      F8 term = _mm256_mul_ps(_mm256_mul_ps(f.d, _mm256_loadu_ps(dx[t] + b0)), s);
-      if (Vec::kHasMin) term = _mm256_add_ps(term, _mm256_mul_ps(f.m, _mm256_loadu_ps(sx[t] + b0)));
-      sum[t] = _mm256_add_ps(sum[t], term);
-    }
-  };
-  int64_t b = 0;
-  for (; b + 8 <= nb; b += 8) group(b, 8);
-  if (b < nb) group(b, int(nb - b));
-  for (int t = 0; t < NT; ++t) out[t][r] = tree8(sum[t]);
+  const Factors f = Vec::factors(g.w, count);
+  for (int t = 0; t < NT; ++t) {
+    for (int i = count; i < 8; ++i) v[t][i] = _mm256_setzero_si256();
+    const F8 s = _mm256_cvtepi32_ps(fold8(v[t]));
+    terms[t] = _mm256_mul_ps(_mm256_mul_ps(f.d, _mm256_loadu_ps(g.dx[t])), s);
+    if (Vec::kHasMin) terms[t] = _mm256_add_ps(terms[t], _mm256_mul_ps(f.m, _mm256_loadu_ps(g.sx[t])));
+  }
 }
 
 // --- class 256 ------------------------------------------------------------------------------------------------
@@ -400,9 +403,11 @@ inline void block_256(const typename Vec::Block &w, const Act256 *const *a, Sums
   const VecScales s = Vec::scales(w);
   I8 hi[NT], lo[NT];
   for (int t = 0; t < NT; ++t) hi[t] = lo[t] = _mm256_setzero_si256();
+#pragma GCC unroll 4
   for (int step = 0; step < 8 / Vec::kPart; ++step) {
     I8 n[Vec::kPart];
     Vec::parts(w, step, n);
+#pragma GCC unroll 4
     for (int part = 0; part < Vec::kPart; ++part) {
       const int j = step * Vec::kPart + part;
       const I8 sc = spread_scale(s.sc, j);
@@ -433,62 +438,184 @@ inline F8 term_256(const Sums &s, const Factors &f, F8 dx) {
   return term;
 }
 
-template <class Vec, int NT, int kPlanes>
-inline void rows_256(const uint8_t *row, int64_t nb, const void *const *act, float *const *out, int64_t r) {
+template <class Vec, int NT, int kPlanes, Shape kShape>
+inline void terms_256(const Group<Act256, NT> &g, F8 *terms) {
   using Block = typename Vec::Block;
-  F8 sum[NT];
-  for (int t = 0; t < NT; ++t) sum[t] = _mm256_setzero_ps();
-  for (int64_t b0 = 0; b0 < nb; b0 += 8) {
-    const int count = nb - b0 < 8 ? int(nb - b0) : 8;
-    const uint8_t *p = row + b0 * int64_t(sizeof(Block));
-    Sums sums[NT];
-    for (int i = 0; i < count; ++i) {
-      const Block &w = reinterpret_cast<const Block *>(p)[i];
-      prefetch<sizeof(Block)>(&w);
-      const Act256 *a[NT];
-      for (int t = 0; t < NT; ++t) a[t] = static_cast<const Act256 *>(act[t]) + b0 + i;
-      block_256<Vec, NT, kPlanes>(w, a, sums, i);
-    }
-    const Factors f = Vec::factors(p, count);
-    for (int t = 0; t < NT; ++t) {
-      for (int i = count; i < 8; ++i) sums[t].hi[i] = sums[t].lo[i] = sums[t].m[i] = _mm256_setzero_si256();
-      const F8 dx = _mm256_loadu_ps(act_scales(act[t], 256, nb) + b0);
-      sum[t] = _mm256_add_ps(sum[t], term_256<Vec, kPlanes>(sums[t], f, dx));
-    }
+  const int count = kShape == kPartial ? g.count : 8;
+  Sums sums[NT];
+  int64_t place = g.first;
+  for (int i = 0; i < count; ++i) {
+    const Block &w = reinterpret_cast<const Block *>(g.w)[i];
+    prefetch<sizeof(Block)>(&w);
+    const Act256 *a[NT];
+    for (int t = 0; t < NT; ++t) a[t] = g.act[t] + place;
+    block_256<Vec, NT, kPlanes>(w, a, sums, i);
+    ++place;
+    if (kShape != kStraight && place == g.nb) place = 0;
   }
-  for (int t = 0; t < NT; ++t) out[t][r] = tree8(sum[t]);
+  const Factors f = Vec::factors(g.w, count);
+  for (int t = 0; t < NT; ++t) {
+    for (int i = count; i < 8; ++i) sums[t].hi[i] = sums[t].lo[i] = sums[t].m[i] = _mm256_setzero_si256();
+    terms[t] = term_256<Vec, kPlanes>(sums[t], f, _mm256_loadu_ps(g.dx[t]));
+  }
 }
 
 // --- rows and tokens --------------------------------------------------------------------------------------------
 
-template <class Vec, int kClass, int NT, int kPlanes>
-inline void row_tokens(const uint8_t *row, int64_t n_cols, const void *const *act, float *const *out, int64_t r) {
-  if constexpr (kClass == 32) {
-    rows_32<Vec, NT, kPlanes>(row, n_cols / 32, act, out, r);
+struct Matrix {
+  const uint8_t *w;
+  int64_t row_bytes, nb, row0, row1;
+};
+
+template <class Vec, int NT, int kPlanes, Shape kShape>
+inline void terms_of(const Group<Act32, NT> &g, F8 *terms) {
+  terms_32<Vec, NT, kPlanes, kShape>(g, terms);
+}
+template <class Vec, int NT, int kPlanes, Shape kShape>
+inline void terms_of(const Group<Act256, NT> &g, F8 *terms) {
+  terms_256<Vec, NT, kPlanes, kShape>(g, terms);
+}
+
+template <class Act>
+constexpr int kClassOf = sizeof(Act) == sizeof(Act32) ? 32 : 256;
+
+// Row by row: lanes of a group are the lanes of lanes8.
+template <class Vec, class Act, int NT, int kPlanes>
+inline void rows_apart(const Matrix &m, const void *const *act, float *const *out) {
+  Group<Act, NT> g;
+  g.nb = m.nb;
+  for (int64_t r = m.row0; r < m.row1; ++r) {
+    F8 sum[NT], terms[NT];
+    g.w = m.w + r * m.row_bytes;
+    for (int t = 0; t < NT; ++t) {
+      sum[t] = _mm256_setzero_ps();
+      g.act[t] = static_cast<const Act *>(act[t]);
+      g.dx[t] = act_scales(act[t], kClassOf<Act>, m.nb);
+      g.sx[t] = g.dx[t] + pad8(m.nb);
+    }
+    for (g.first = 0; g.first < m.nb; g.first += 8) {
+      g.count = m.nb - g.first < 8 ? int(m.nb - g.first) : 8;
+      if (g.count == 8) {
+        terms_of<Vec, NT, kPlanes, kStraight>(g, terms);
+      } else {
+        terms_of<Vec, NT, kPlanes, kPartial>(g, terms);
+      }
+      g.w += 8 * sizeof(typename Vec::Block);
+      for (int t = 0; t < NT; ++t) {
+        sum[t] = _mm256_add_ps(sum[t], terms[t]);
+        g.dx[t] += 8;
+        g.sx[t] += 8;
+      }
+    }
+    for (int t = 0; t < NT; ++t) out[t][r] = tree8(sum[t]);
+  }
+}
+
+constexpr int kMaxStrip = 248;  // blocks of a row that rows_together takes
+alignas(32) static const int32_t kWindow[24] = {0,  0,  0,  0,  0, 0, 0, 0, -1, -1, -1, -1,
+                                                -1, -1, -1, -1, 0, 0, 0, 0, 0,  0,  0,  0};
+alignas(32) static const int32_t kRotate[16] = {0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7};
+
+// Lanes [from, to) of v moved `shift` lanes up, round the end; +0 elsewhere.
+inline F8 segment(F8 v, int from, int to, int shift) {
+  const I8 mask = _mm256_and_si256(load(kWindow + 8 - from), load(kWindow + 16 - to));
+  return _mm256_permutevar8x32_ps(_mm256_and_ps(v, _mm256_castsi256_ps(mask)), load(kRotate + ((8 - shift) & 7)));
+}
+
+// Scales of a token, and again from the start for another eight places.
+template <class Act>
+inline void wrapped_scales(const void *act, int64_t nb, float *dx, float *sx) {
+  const float *from = act_scales(act, kClassOf<Act>, nb);
+  for (int64_t i = 0; i < nb + 8; ++i) {
+    dx[i] = from[i % nb];
+    if (kClassOf<Act> == 32) sx[i] = from[pad8(nb) + i % nb];
+  }
+}
+
+// Rows whose blocks do not fill groups of eight lie one behind the other, so groups run on across their ends; each
+// row's part of a group is moved to the lanes where it belongs.
+template <class Vec, class Act, int NT, int kPlanes>
+inline void rows_together(const Matrix &m, const void *const *act, float *const *out) {
+  float dx[NT][kMaxStrip + 8], sx[NT][kMaxStrip + 8];
+  F8 sum[NT], terms[NT];
+  Group<Act, NT> g;
+  for (int t = 0; t < NT; ++t) {
+    wrapped_scales<Act>(act[t], m.nb, dx[t], sx[t]);
+    sum[t] = _mm256_setzero_ps();
+    g.act[t] = static_cast<const Act *>(act[t]);
+  }
+  g.w = m.w + m.row0 * m.row_bytes;
+  g.nb = m.nb;
+  int64_t place = 0, row = m.row0;
+  for (int64_t left = (m.row1 - m.row0) * m.nb; left > 0; left -= 8) {
+    g.count = left < 8 ? int(left) : 8;
+    g.first = place;
+    for (int t = 0; t < NT; ++t) {
+      g.dx[t] = dx[t] + place;
+      g.sx[t] = sx[t] + place;
+    }
+    if (g.count < 8) {
+      terms_of<Vec, NT, kPlanes, kPartial>(g, terms);
+    } else if (place + 8 > m.nb) {
+      terms_of<Vec, NT, kPlanes, kWrapping>(g, terms);
+    } else {
+      terms_of<Vec, NT, kPlanes, kStraight>(g, terms);
+    }
+    g.w += 8 * sizeof(typename Vec::Block);
+    for (int at = 0; at < g.count;) {
+      const int64_t rest = m.nb - place;
+      const int to = rest < g.count - at ? at + int(rest) : g.count;
+      for (int t = 0; t < NT; ++t) {
+        sum[t] = _mm256_add_ps(sum[t], segment(terms[t], at, to, int(place - at) & 7));
+      }
+      place += to - at;
+      at = to;
+      if (place == m.nb) {
+        for (int t = 0; t < NT; ++t) {
+          out[t][row] = tree8(sum[t]);
+          sum[t] = _mm256_setzero_ps();
+        }
+        place = 0;
+        ++row;
+      }
+    }
+  }
+}
+
+template <class Vec, class Act, int NT, int kPlanes>
+inline void rows_tokens(const Matrix &m, const void *const *act, float *const *out) {
+  const bool contiguous = m.row_bytes == m.nb * int64_t(sizeof(typename Vec::Block));
+  if (m.nb % 8 != 0 && m.nb <= kMaxStrip && contiguous) {
+    rows_together<Vec, Act, NT, kPlanes>(m, act, out);
   } else {
-    rows_256<Vec, NT, kPlanes>(row, n_cols / 256, act, out, r);
+    rows_apart<Vec, Act, NT, kPlanes>(m, act, out);
   }
 }
 
-template <class Vec, int kClass, int kPlanes>
-inline void matvec_planes(const uint8_t *w, int64_t row_bytes, int64_t n_cols, int64_t row0, int64_t row1,
-                          const void *const *act, int n, float *const *out) {
-  for (int64_t r = row0; r < row1; ++r) {
-    const uint8_t *row = w + r * row_bytes;
+// Rows that stay in the nearest cache while several batches of tokens take them.
+constexpr int64_t kStripBytes = 16384;
+
+template <class Vec, class Act, int kPlanes>
+inline void matvec_planes(const Matrix &all, const void *const *act, int n, float *const *out) {
+  Matrix m = all;
+  const int64_t step = n == 1 ? all.row1 - all.row0 : 1 + kStripBytes / all.row_bytes;
+  for (m.row0 = all.row0; m.row0 < all.row1; m.row0 = m.row1) {
+    m.row1 = m.row0 + step < all.row1 ? m.row0 + step : all.row1;
     int t = 0;
-    for (; t + 4 <= n; t += 4) row_tokens<Vec, kClass, 4, kPlanes>(row, n_cols, act + t, out + t, r);
-    for (; t + 2 <= n; t += 2) row_tokens<Vec, kClass, 2, kPlanes>(row, n_cols, act + t, out + t, r);
-    if (t < n) row_tokens<Vec, kClass, 1, kPlanes>(row, n_cols, act + t, out + t, r);
+    for (; t + 4 <= n; t += 4) rows_tokens<Vec, Act, 4, kPlanes>(m, act + t, out + t);
+    for (; t + 2 <= n; t += 2) rows_tokens<Vec, Act, 2, kPlanes>(m, act + t, out + t);
+    if (t < n) rows_tokens<Vec, Act, 1, kPlanes>(m, act + t, out + t);
   }
 }
 
-template <class Vec, int kClass>
+template <class Vec, class Act>
 inline void matvec_vec(const uint8_t *w, int64_t row_bytes, int64_t n_cols, int64_t row0, int64_t row1,
                        const void *const *act, int n, int planes, float *const *out) {
+  const Matrix m = {w, row_bytes, n_cols / kClassOf<Act>, row0, row1};
   if (planes == 2) {
-    matvec_planes<Vec, kClass, 2>(w, row_bytes, n_cols, row0, row1, act, n, out);
+    matvec_planes<Vec, Act, 2>(m, act, n, out);
   } else {
-    matvec_planes<Vec, kClass, 1>(w, row_bytes, n_cols, row0, row1, act, n, out);
+    matvec_planes<Vec, Act, 1>(m, act, n, out);
   }
 }
 
@@ -643,19 +770,19 @@ inline void decode_f16_vec(const void *src, float *dst, int64_t n) {
 
 inline Kernels x86_table(const char *name) {
   Kernels k = common_table(name);
-  k.matvec[Q4_0] = matvec_vec<VecQ4_0, 32>;
-  k.matvec[Q4_1] = matvec_vec<VecQ4_1, 32>;
-  k.matvec[Q5_0] = matvec_vec<VecQ5_0, 32>;
-  k.matvec[Q5_1] = matvec_vec<VecQ5_1, 32>;
-  k.matvec[Q8_0] = matvec_vec<VecQ8_0, 32>;
-  k.matvec[IQ4_NL] = matvec_vec<VecIQ4_NL, 32>;
-  k.matvec[MXFP4] = matvec_vec<VecMXFP4, 32>;
-  k.matvec[Q2_K] = matvec_vec<VecQ2_K, 256>;
-  k.matvec[Q3_K] = matvec_vec<VecQ3_K, 256>;
-  k.matvec[Q4_K] = matvec_vec<VecQ4_K, 256>;
-  k.matvec[Q5_K] = matvec_vec<VecQ5_K, 256>;
-  k.matvec[Q6_K] = matvec_vec<VecQ6_K, 256>;
-  k.matvec[IQ4_XS] = matvec_vec<VecIQ4_XS, 256>;
+  k.matvec[Q4_0] = matvec_vec<VecQ4_0, Act32>;
+  k.matvec[Q4_1] = matvec_vec<VecQ4_1, Act32>;
+  k.matvec[Q5_0] = matvec_vec<VecQ5_0, Act32>;
+  k.matvec[Q5_1] = matvec_vec<VecQ5_1, Act32>;
+  k.matvec[Q8_0] = matvec_vec<VecQ8_0, Act32>;
+  k.matvec[IQ4_NL] = matvec_vec<VecIQ4_NL, Act32>;
+  k.matvec[MXFP4] = matvec_vec<VecMXFP4, Act32>;
+  k.matvec[Q2_K] = matvec_vec<VecQ2_K, Act256>;
+  k.matvec[Q3_K] = matvec_vec<VecQ3_K, Act256>;
+  k.matvec[Q4_K] = matvec_vec<VecQ4_K, Act256>;
+  k.matvec[Q5_K] = matvec_vec<VecQ5_K, Act256>;
+  k.matvec[Q6_K] = matvec_vec<VecQ6_K, Act256>;
+  k.matvec[IQ4_XS] = matvec_vec<VecIQ4_XS, Act256>;
   k.matvec[F32] = matvec_float_vec<VecF32>;
   k.matvec[F16] = matvec_float_vec<VecF16>;
   k.matvec[BF16] = matvec_float_vec<VecBF16>;
