@@ -1,6 +1,7 @@
 """How close our logits are to fp32 arithmetic, beside llama.cpp's: the table of the parity bars.
 
-F32 files are compared with llama.cpp on the CPU (f32 cache, no flash attention). Quantised files are compared with the
+F32 files are compared with llama.cpp on the CPU: f32 cache, no flash attention, and its GELU, a table of fp16 values,
+replaced by the exact function while it runs (what the table costs is printed). Quantised files are compared with the
 same weights as F32, run by llama.cpp; llama.cpp on the quantised file stands beside us. Both of our paths are
 measured: the prompt at once, and token by token. Exit code 1 when a bar is missed.
 
@@ -103,9 +104,9 @@ def relative_error(reference: np.ndarray, logits: np.ndarray) -> float:
     return float(np.abs(reference - logits).max() / reference.std())
 
 
-def reference_logits(path: Path, tokens: Sequence[int]) -> dict[int, np.ndarray]:
+def prompt_peer(path: Path, tokens: Sequence[int], *, exact_gelu: bool = False) -> dict[int, np.ndarray]:
     """llama.cpp's logits after each of LENGTHS tokens, prompt in one batch, f32 cache, no flash attention."""
-    with Peer(path, n_ctx=512, exact=True) as peer:
+    with Peer(path, n_ctx=512, exact=True, exact_gelu=exact_gelu) as peer:
         every = peer.decode(tokens, every=True)
     return {n: every[n - 1] for n in LENGTHS}
 
@@ -137,9 +138,18 @@ def tiny_tokens(seed: int = 1, n_vocab: int = 386) -> list[int]:
     return [int(t) for t in np.random.default_rng(seed).integers(0, n_vocab, LENGTHS[-1])]
 
 
+def has_gelu(name: str) -> bool:
+    """Whether an architecture's feed-forward gate is a GELU."""
+    return name.startswith("gemma")
+
+
 def compare_exact(name: str, path: Path, tokens: Sequence[int]) -> list[Row]:
     """Rows of an F32 file against llama.cpp."""
-    reference = reference_logits(path, tokens)
+    reference = prompt_peer(path, tokens, exact_gelu=has_gelu(name))
+    if has_gelu(name):
+        table = prompt_peer(path, tokens)
+        errors = ", ".join(f"{relative_error(reference[n], table[n]):.1e} after {n}" for n in LENGTHS)
+        print(f"{name}: what llama.cpp's table for GELU costs, as relative error: {errors} tokens")
     ours = our_logits(path, tokens)
     return [
         Row(name, "F32", n, way, relative_error(reference[n], x), kl_divergence(reference[n], x), None)
@@ -150,9 +160,9 @@ def compare_exact(name: str, path: Path, tokens: Sequence[int]) -> list[Row]:
 def compare_quantised(name: str, type_name: str, path: Path, tokens: Sequence[int], folder: Path) -> list[Row]:
     """Rows of a quantised file against its dequantised weights, with llama.cpp's own KL by the same path."""
     plain = dequantise_file(path, folder / "dequantised.gguf")
-    reference = reference_logits(plain, tokens)
+    reference = prompt_peer(plain, tokens, exact_gelu=has_gelu(name))
     plain.unlink()
-    peers = {"prefill": reference_logits(path, tokens), "decode": stepwise_peer(path, tokens)}
+    peers = {"prefill": prompt_peer(path, tokens), "decode": stepwise_peer(path, tokens)}
     rows = []
     for (way, n), logits in our_logits(path, tokens).items():
         exact = reference[n]

@@ -39,13 +39,13 @@ class Tensor(ctypes.Structure):
         ("name", ctypes.c_char * 64),
     )
 
-    def values(self) -> np.ndarray:
-        """A copy of the first matrix [ne1, ne0] of an F32 or I32 tensor, rows by their stride."""
+    def matrix(self) -> np.ndarray:
+        """The first matrix [ne1, ne0] of an F32 or I32 tensor in place, rows by their stride."""
         dtype = np.float32 if self.type == llama_cpp.GGML_TYPE_F32 else np.int32
         rows, stride = self.ne[1], self.nb[1]
         raw = (ctypes.c_uint8 * ((rows - 1) * stride + self.ne[0] * 4)).from_address(self.data)
         shape, strides = (rows, self.ne[0]), (stride, 4)
-        return np.lib.stride_tricks.as_strided(np.frombuffer(raw, dtype, self.ne[0]), shape, strides).copy()
+        return np.lib.stride_tricks.as_strided(np.frombuffer(raw, dtype, self.ne[0]), shape, strides)
 
 
 DROP_LOG = llama_cpp.llama_log_callback(lambda level, text, user_data: None)
@@ -62,26 +62,45 @@ def system_info() -> str:
     return str(llama_cpp.llama_print_system_info().decode())
 
 
-def eval_callback(capture: Capture) -> Any:
-    """A C callback that hands tensors with the wanted name prefixes to the capture's function."""
-    prefixes, receive = capture
+def eval_callback(prefixes: tuple[str, ...], receive: Callable[[str, Tensor], None]) -> Any:
+    """A C callback that hands over each tensor with a wanted name prefix as soon as it is computed."""
 
     def on_tensor(address: int, ask: bool, user_data: int | None) -> bool:
         tensor = Tensor.from_address(address)
         name = tensor.name.decode()
         if ask:
             return bool(name.startswith(prefixes))
-        receive(name, tensor.values())
+        receive(name, tensor)
         return True
 
     return llama_cpp.ggml_backend_sched_eval_callback(on_tensor)
+
+
+class ExactGelu:
+    """Replaces the result of every GELU gate by the exact one: ggml's CPU code takes it from a table of fp16 values."""
+
+    prefixes = ("ffn_gate-", "ffn_up-", "ffn_geglu-")
+
+    def __init__(self) -> None:
+        self.seen: dict[str, np.ndarray] = {}
+
+    def receive(self, name: str, tensor: Tensor) -> None:
+        """Keep gate and up; overwrite their product."""
+        role, layer = name.split("-")
+        if role != "ffn_geglu":
+            self.seen[name] = tensor.matrix().astype(np.float64)
+            return
+        gate, up = self.seen.pop(f"ffn_gate-{layer}"), self.seen.pop(f"ffn_up-{layer}")
+        inner = np.sqrt(2 / np.pi) * gate * (1 + 0.044715 * gate * gate)
+        tensor.matrix()[:] = 0.5 * gate * (1 + np.tanh(inner)) * up
 
 
 class Peer:
     """A loaded model with one context, as a context manager.
 
     `exact` asks for an f32 cache without flash attention (the oracle); otherwise the defaults of llama-server hold: f16
-    cache, flash attention chosen by llama.cpp. `capture` receives intermediate tensors of every forward pass.
+    cache, flash attention chosen by llama.cpp. `capture` receives intermediate tensors of every forward pass;
+    `exact_gelu` computes that function anew, for models that have it (it cannot be had together with `capture`).
     RuntimeError when llama.cpp refuses the file or a batch.
     """
 
@@ -94,6 +113,7 @@ class Peer:
         exact: bool = False,
         n_ubatch: int = 512,
         capture: Capture | None = None,
+        exact_gelu: bool = False,
     ) -> None:
         silence()
         llama_cpp.llama_backend_init()
@@ -111,7 +131,12 @@ class Peer:
         if exact:
             params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
             params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        self.callback = eval_callback(capture) if capture else None
+        self.callback = None
+        if capture:
+            prefixes, keep = capture
+            self.callback = eval_callback(prefixes, lambda name, tensor: keep(name, tensor.matrix().copy()))
+        elif exact_gelu:
+            self.callback = eval_callback(ExactGelu.prefixes, ExactGelu().receive)
         if self.callback:
             params.cb_eval = self.callback
         self.context = llama_cpp.llama_init_from_model(self.model, params)
