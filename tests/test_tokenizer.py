@@ -38,7 +38,18 @@ AWKWARD = [
     "\U0010fffd\ue000 private",
 ]
 
-VOCABULARIES = ["llama-bpe", "llama-spm", "qwen2", "gpt-2", "phi-3", "falcon", "deepseek-llm", "command-r", "bert-bge"]
+VOCABULARIES = [
+    "llama-bpe",
+    "llama-spm",
+    "qwen2",
+    "gpt-2",
+    "phi-3",
+    "falcon",
+    "deepseek-llm",
+    "command-r",
+    "bert-bge",
+    "gemma-4",
+]
 
 
 def write_vocab(path: Path, *, without: tuple[str, ...] = (), **changes: Any) -> Path:
@@ -144,7 +155,7 @@ def test_any_stream_equals_the_whole_text(small: Tokenizer) -> None:
     ("name", "warning", "write"),
     [
         ("no pre", "no tokenizer.ggml.pre", lambda p: write_vocab(p, without=("pre",))),
-        ("no eos", "no tokenizer.ggml.eos_token_id", lambda p: write_vocab(p, without=("eos_token_id",))),
+        ("no eos", "no valid tokenizer.ggml.eos_token_id", lambda p: write_vocab(p, without=("eos_token_id",))),
         ("short types", "token_type has 100 of 261", lambda p: write_vocab(p, token_type=[1] * 100)),
         ("no merges", "merges are rebuilt", lambda p: write_vocab(p, without=("merges",))),
         ("short scores", "scores has 10 of 261", lambda p: write_vocab(p, scores=[0.0] * 10)),
@@ -162,8 +173,12 @@ def test_poor_vocabularies_work_with_one_warning(
 
 
 def test_a_default_eos_that_is_an_ordinary_token_does_not_end_texts(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(write_vocab(tmp_path / "v.gguf", without=("eos_token_id",)))
-    assert tokenizer.eos is None and not tokenizer.is_eog(11)
+    for name, path in (
+        ("none", write_vocab(tmp_path / "none.gguf", without=("eos_token_id",))),
+        ("far", write_vocab(tmp_path / "far.gguf", eos_token_id=10**9)),
+    ):
+        tokenizer = Tokenizer(path)
+        assert tokenizer.eos is None and not tokenizer.is_eog(11), name
 
 
 def test_no_vocabulary_at_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -237,7 +252,7 @@ def test_ids_that_llama_cpp_publishes(llama_cpp_source: Path) -> None:
 
 
 @pytest.mark.weights
-@pytest.mark.parametrize("name", ["llama-bpe", "llama-spm", "qwen2", "gpt-2", "gemma-4", "starcoder"])
+@pytest.mark.parametrize("name", ["llama-bpe", "llama-spm", "qwen2", "gpt-2", "phi-3", "starcoder"])
 def test_ids_and_texts_equal_llama_cpp(name: str, llama_cpp_source: Path) -> None:
     path = llama_cpp_source / "models" / f"ggml-vocab-{name}.gguf"
     tokenizer, oracle = Tokenizer(path), llama_cpp.Llama(str(path), vocab_only=True, verbose=False)

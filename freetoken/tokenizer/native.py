@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import logging
+import os
 import threading
 import weakref
 from pathlib import Path
@@ -73,7 +74,7 @@ class LlamaVocab:
         params.n_gpu_layers = 0
         with _LOG.lock:
             problems = _LOG.start()
-            model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+            model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
             _LOG.stop()
         self.problems: tuple[str, ...] = tuple(p.strip() for p in problems if p.strip(" *:"))
         if model is None:
@@ -119,7 +120,7 @@ class LlamaVocab:
             ids = (ctypes.c_int32 * size)()
             n = llama_cpp.llama_tokenize(self._vocab, text, len(text), ids, size, add_special, parse_special)
             if n >= 0:
-                return list(ids[:n])
+                return [token for token in ids[:n] if token >= 0]  # some types give -1 for a byte without a token
             size = -n
 
     def piece(self, token: int, special: bool) -> bytes:

@@ -6,7 +6,7 @@
     `token_type` too short         the rest counts as normal, control-looking texts as control
     `scores` too short             the rest gets the lowest score
     no `merges`                    rebuilt from the vocabulary in the order of ids, as tiktoken ranks them
-    no `eos_token_id`              none, unless llama.cpp's default id is a control token
+    no valid `eos_token_id`        none, unless llama.cpp's default id is a control token
     two tokens with one text,      ModelFileError (llama.cpp would end the process)
     SPM without its byte tokens
 
@@ -84,13 +84,13 @@ def _judge(path: Path, metadata: Mapping[str, Any]) -> Verdict:
         verdict.n_vocab = size if isinstance(size, int) else 0
         verdict.warnings.append("no vocabulary in the file: only token ids can be sent, and no text is returned")
         return verdict
-    verdict.names_eos, verdict.names_bos = _EOS in metadata, _BOS in metadata
-    if not verdict.names_eos:
-        verdict.warnings.append(f"no {_EOS}: generation ends at tokens that are known by name, or at the limit")
     if not isinstance(metadata.get(_TOKENS), Sequence):
         raise ModelFileError(f"{path}: {_TOKENS} is missing or is no array of strings: the vocabulary cannot be read")
     tokens: Sequence[str] = copy.copy(metadata[_TOKENS])  # decoded here and dropped; the file's own stays small
     verdict.n_vocab = len(tokens)
+    verdict.names_eos, verdict.names_bos = (_is_id(metadata.get(key), len(tokens)) for key in (_EOS, _BOS))
+    if not verdict.names_eos:
+        verdict.warnings.append(f"no valid {_EOS}: generation ends at tokens that are known by name, or at the limit")
     ids = _index(path, tokens)
     if model == "llama":
         _check_bytes(path, ids)
@@ -103,6 +103,10 @@ def _judge(path: Path, metadata: Mapping[str, Any]) -> Verdict:
     if verdict.is_mended:
         verdict.entries = {k: _plain(v) for k, v in metadata.items() if k.startswith(_PREFIX) and k != _TEMPLATE}
     return verdict
+
+
+def _is_id(value: Any, n_tokens: int) -> bool:
+    return isinstance(value, int) and 0 <= value < n_tokens
 
 
 def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
