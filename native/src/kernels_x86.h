@@ -152,17 +152,21 @@ inline I8 lookup(const int8_t *table, I8 n) {
   return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load16(table)), n);
 }
 
+// kCommon types are also compiled for several tokens at a time.
 struct VecQ4_0 : FormQ4_0 {
+  static constexpr bool kCommon = false;
   static constexpr bool kSigned = true;
   static I8 bytes(const Block &b) { return _mm256_sub_epi8(nibbles16(b.qs), _mm256_set1_epi8(8)); }
   static Factors factors(const uint8_t *p, int count) { return factors1(p, sizeof(Block), count); }
 };
 struct VecQ4_1 : FormQ4_1 {
+  static constexpr bool kCommon = true;
   static constexpr bool kSigned = false;
   static I8 bytes(const Block &b) { return nibbles16(b.qs); }
   static Factors factors(const uint8_t *p, int count) { return factors2(p, sizeof(Block), count); }
 };
 struct VecQ5_0 : FormQ5_0 {
+  static constexpr bool kCommon = false;
   static constexpr bool kSigned = true;
   static I8 bytes(const Block &b) {
     return _mm256_sub_epi8(_mm256_or_si256(nibbles16(b.qs), fifth_bits(b.qh)), _mm256_set1_epi8(16));
@@ -170,21 +174,25 @@ struct VecQ5_0 : FormQ5_0 {
   static Factors factors(const uint8_t *p, int count) { return factors1(p, sizeof(Block), count); }
 };
 struct VecQ5_1 : FormQ5_1 {
+  static constexpr bool kCommon = false;
   static constexpr bool kSigned = false;
   static I8 bytes(const Block &b) { return _mm256_or_si256(nibbles16(b.qs), fifth_bits(b.qh)); }
   static Factors factors(const uint8_t *p, int count) { return factors2(p, sizeof(Block), count); }
 };
 struct VecQ8_0 : FormQ8_0 {
+  static constexpr bool kCommon = true;
   static constexpr bool kSigned = true;
   static I8 bytes(const Block &b) { return load(b.qs); }
   static Factors factors(const uint8_t *p, int count) { return factors1(p, sizeof(Block), count); }
 };
 struct VecIQ4_NL : FormIQ4_NL {
+  static constexpr bool kCommon = false;
   static constexpr bool kSigned = true;
   static I8 bytes(const Block &b) { return lookup(kTableIQ4, nibbles16(b.qs)); }
   static Factors factors(const uint8_t *p, int count) { return factors1(p, sizeof(Block), count); }
 };
 struct VecMXFP4 : FormMXFP4 {
+  static constexpr bool kCommon = false;
   static constexpr bool kSigned = true;
   static I8 bytes(const Block &b) { return lookup(kTableMXFP4, nibbles16(b.qs)); }
   static Factors factors(const uint8_t *p, int count) { return factors_e8m0(p, sizeof(Block), count); }
@@ -275,6 +283,7 @@ inline I8 and_bits(I8 v, int mask) { return _mm256_and_si256(v, _mm256_set1_epi8
 // Each Vec gives the unsigned integers (kBias more than the form's; or signed ones where kSigned) of 64 or 128
 // values a step: parts(b, s, out) fills kPart vectors of 32 values, s-th of 8 / kPart.
 struct VecQ4_K : FormQ4_K {
+  static constexpr bool kCommon = true;
   static constexpr bool kSigned = false;
   static constexpr int kBias = 0, kPart = 2;
   static void parts(const Block &b, int s, I8 *n) {
@@ -287,6 +296,7 @@ struct VecQ4_K : FormQ4_K {
 };
 
 struct VecQ5_K : FormQ5_K {
+  static constexpr bool kCommon = false;
   static constexpr bool kSigned = false;
   static constexpr int kBias = 0, kPart = 2;
   static void parts(const Block &b, int s, I8 *n) {
@@ -299,6 +309,7 @@ struct VecQ5_K : FormQ5_K {
 };
 
 struct VecQ6_K : FormQ6_K {
+  static constexpr bool kCommon = true;
   static constexpr bool kSigned = false;
   static constexpr int kBias = 32, kPart = 4;
   static void parts(const Block &b, int s, I8 *n) {
@@ -313,6 +324,7 @@ struct VecQ6_K : FormQ6_K {
 };
 
 struct VecQ2_K : FormQ2_K {
+  static constexpr bool kCommon = false;
   static constexpr bool kSigned = false;
   static constexpr int kBias = 0, kPart = 4;
   static void parts(const Block &b, int s, I8 *n) {
@@ -330,6 +342,7 @@ struct VecQ2_K : FormQ2_K {
 };
 
 struct VecQ3_K : FormQ3_K {
+  static constexpr bool kCommon = false;
   static constexpr bool kSigned = false;
   static constexpr int kBias = 4, kPart = 4;
   static void parts(const Block &b, int s, I8 *n) {
@@ -352,6 +365,7 @@ struct VecQ3_K : FormQ3_K {
 };
 
 struct VecIQ4_XS : FormIQ4_XS {
+  static constexpr bool kCommon = false;
   static constexpr bool kSigned = true;
   static constexpr int kBias = 0, kPart = 2;
   static void parts(const Block &b, int s, I8 *n) {
@@ -554,12 +568,12 @@ inline void rows_together(const Matrix &m, const void *const *act, float *const 
       g.dx[t] = dx[t] + place;
       g.sx[t] = sx[t] + place;
     }
-    if (g.count < 8) {
-      terms_of<Vec, NT, kPlanes, kPartial>(g, terms);
-    } else if (place + 8 > m.nb) {
-      terms_of<Vec, NT, kPlanes, kWrapping>(g, terms);
-    } else {
+    if (g.count == 8 && place + 8 <= m.nb) {
       terms_of<Vec, NT, kPlanes, kStraight>(g, terms);
+    } else if (g.count == 8 && NT == 1) {
+      terms_of<Vec, NT, kPlanes, NT == 1 ? kWrapping : kPartial>(g, terms);
+    } else {
+      terms_of<Vec, NT, kPlanes, kPartial>(g, terms);
     }
     g.w += 8 * sizeof(typename Vec::Block);
     for (int at = 0; at < g.count;) {
@@ -602,9 +616,11 @@ inline void matvec_planes(const Matrix &all, const void *const *act, int n, floa
   for (m.row0 = all.row0; m.row0 < all.row1; m.row0 = m.row1) {
     m.row1 = m.row0 + step < all.row1 ? m.row0 + step : all.row1;
     int t = 0;
-    for (; t + 4 <= n; t += 4) rows_tokens<Vec, Act, 4, kPlanes>(m, act + t, out + t);
-    for (; t + 2 <= n; t += 2) rows_tokens<Vec, Act, 2, kPlanes>(m, act + t, out + t);
-    if (t < n) rows_tokens<Vec, Act, 1, kPlanes>(m, act + t, out + t);
+    if constexpr (Vec::kCommon && kPlanes == 2) {
+      for (; t + 4 <= n; t += 4) rows_tokens<Vec, Act, 4, kPlanes>(m, act + t, out + t);
+      for (; t + 2 <= n; t += 2) rows_tokens<Vec, Act, 2, kPlanes>(m, act + t, out + t);
+    }
+    for (; t < n; ++t) rows_tokens<Vec, Act, 1, kPlanes>(m, act + t, out + t);
   }
 }
 
@@ -766,6 +782,71 @@ inline void decode_f16_vec(const void *src, float *dst, int64_t n) {
   for (; i < n; ++i) dst[i] = half_float(w[i]);
 }
 
+// --- functions ------------------------------------------------------------------------------------------------
+
+inline F8 exp8(F8 x) {
+  const F8 one = _mm256_set1_ps(1.0f), round = _mm256_set1_ps(kRound);
+  const F8 top = _mm256_min_ps(_mm256_set1_ps(88.0f), x);  // a NaN in x stays
+  const F8 shifted = _mm256_add_ps(_mm256_mul_ps(top, _mm256_set1_ps(1.44269504088896341f)), round);
+  const F8 k = _mm256_sub_ps(shifted, round);
+  const F8 r = _mm256_sub_ps(_mm256_sub_ps(top, _mm256_mul_ps(k, _mm256_set1_ps(0.693359375f))),
+                             _mm256_mul_ps(k, _mm256_set1_ps(-2.12194440e-4f)));
+  F8 p = _mm256_set1_ps(1.9875691500e-4f);
+  p = _mm256_add_ps(_mm256_mul_ps(p, r), _mm256_set1_ps(1.3981999507e-3f));
+  p = _mm256_add_ps(_mm256_mul_ps(p, r), _mm256_set1_ps(8.3334519073e-3f));
+  p = _mm256_add_ps(_mm256_mul_ps(p, r), _mm256_set1_ps(4.1665795894e-2f));
+  p = _mm256_add_ps(_mm256_mul_ps(p, r), _mm256_set1_ps(1.6666665459e-1f));
+  p = _mm256_add_ps(_mm256_mul_ps(p, r), _mm256_set1_ps(5.0000001201e-1f));
+  const F8 y = _mm256_add_ps(_mm256_add_ps(_mm256_mul_ps(p, _mm256_mul_ps(r, r)), r), one);
+  const I8 n = _mm256_sub_epi32(_mm256_castps_si256(shifted), _mm256_set1_epi32(int(kRoundBits) - 127));
+  const F8 power = _mm256_castsi256_ps(_mm256_slli_epi32(n, 23));
+  const F8 under = _mm256_cmp_ps(x, _mm256_set1_ps(-87.0f), _CMP_LT_OQ);
+  return _mm256_andnot_ps(under, _mm256_mul_ps(y, power));
+}
+
+inline F8 negate(F8 x) { return _mm256_xor_ps(x, _mm256_set1_ps(-0.0f)); }
+
+// x / (1 + exp(-u))
+inline F8 gated(F8 x, F8 u) { return _mm256_div_ps(x, _mm256_add_ps(_mm256_set1_ps(1.0f), exp8(negate(u)))); }
+
+struct MapExpMinus {
+  F8 m;
+  F8 operator()(F8 x, F8) const { return exp8(_mm256_sub_ps(x, m)); }
+};
+struct MapSigmoid {
+  F8 operator()(F8 x, F8) const { return gated(_mm256_set1_ps(1.0f), x); }
+};
+struct MapSilu {
+  F8 operator()(F8 g, F8 u) const { return _mm256_mul_ps(gated(g, g), u); }
+};
+struct MapGelu {
+  F8 operator()(F8 g, F8 u) const {
+    const F8 cubic = _mm256_mul_ps(_mm256_set1_ps(0.07135481627159992f), _mm256_mul_ps(g, g));
+    const F8 v = _mm256_mul_ps(g, _mm256_add_ps(_mm256_set1_ps(1.5957691216057308f), cubic));
+    return _mm256_mul_ps(gated(g, v), u);
+  }
+};
+
+template <class Map>
+inline void map8(const Map &map, const float *a, const float *b, float *y, int64_t n) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) _mm256_storeu_ps(y + i, map(_mm256_loadu_ps(a + i), _mm256_loadu_ps(b + i)));
+  if (i < n) {
+    alignas(32) float at[8] = {}, bt[8] = {};
+    std::memcpy(at, a + i, size_t(n - i) * 4);
+    std::memcpy(bt, b + i, size_t(n - i) * 4);
+    _mm256_store_ps(at, map(_mm256_load_ps(at), _mm256_load_ps(bt)));
+    std::memcpy(y + i, at, size_t(n - i) * 4);
+  }
+}
+
+inline void exp_minus_vec(const float *x, float m, float *y, int64_t n) {
+  map8(MapExpMinus{_mm256_set1_ps(m)}, x, x, y, n);
+}
+inline void sigmoid_vec(const float *x, float *y, int64_t n) { map8(MapSigmoid{}, x, x, y, n); }
+inline void silu_mul_vec(const float *g, const float *u, float *y, int64_t n) { map8(MapSilu{}, g, u, y, n); }
+inline void gelu_mul_vec(const float *g, const float *u, float *y, int64_t n) { map8(MapGelu{}, g, u, y, n); }
+
 // --- the table ------------------------------------------------------------------------------------------------
 
 inline Kernels x86_table(const char *name) {
@@ -793,6 +874,10 @@ inline Kernels x86_table(const char *name) {
   k.dots_f16 = dots_vec<VecF16>;
   k.wsum_f32 = wsum_vec<VecF32>;
   k.wsum_f16 = wsum_vec<VecF16>;
+  k.exp_minus = exp_minus_vec;
+  k.sigmoid = sigmoid_vec;
+  k.silu_mul = silu_mul_vec;
+  k.gelu_mul = gelu_mul_vec;
   k.to_f16 = to_f16_vec;
   return k;
 }
