@@ -31,25 +31,26 @@ log = logging.getLogger(__name__)
 
 _MIN_THREADS = 4
 _BACKLOG = 512
-_SHUTDOWN_S = 1.0
+_SHUTDOWN_S = 1
 _HEADER_BYTES = 64 * 1024
 
 
-class _Pool(ThreadPool):  # type: ignore[misc]
+class _Pool(ThreadPool):
     """A thread for every connection that has a request: streams never keep /health waiting."""
 
     def put(self, obj: Any) -> None:
-        self._clear_dead_threads()
-        if self.idle <= self._queue.qsize():
-            self._threads.append(self._spawn_worker())
+        pool: Any = self  # what cheroot's stubs leave out
+        pool._clear_dead_threads()
+        if self.idle <= pool._queue.qsize():
+            pool._threads.append(pool._spawn_worker())
         super().put(obj)
 
 
-class _Gateway(wsgi.Gateway_10):  # type: ignore[misc]
+class _Gateway(wsgi.Gateway_10):
     """Gives the application the client's socket, and sends a stream's headers before its first chunk is there."""
 
-    def get_environ(self) -> dict[str, Any]:
-        environ: dict[str, Any] = super().get_environ()
+    def get_environ(self) -> dict[str, Any]:  # type: ignore[override]
+        environ: dict[str, Any] = super().get_environ()  # type: ignore[no-untyped-call]
         environ[CLIENT_SOCKET] = self.req.conn.socket
         return environ
 
@@ -68,7 +69,7 @@ class _Gateway(wsgi.Gateway_10):  # type: ignore[misc]
                 close()
 
 
-class _Tls(Adapter):  # type: ignore[misc]
+class _Tls(Adapter):
     """TLS whose handshake runs in the connection's own thread, so that a silent client holds up nobody."""
 
     def __init__(self, certificate: Path, key: Path) -> None:
@@ -93,11 +94,24 @@ class _Tls(Adapter):  # type: ignore[misc]
         return MakeFile(sock, mode, bufsize)
 
 
-class _Server(wsgi.Server):  # type: ignore[misc]
+class _Server(wsgi.Server):
     """cheroot's server, logging through `logging`."""
 
-    keep_alive_conn_limit = None
+    keep_alive_conn_limit = None  # type: ignore[assignment]
     max_request_header_size = _HEADER_BYTES
+
+    def bind(self, family: int, type: int, proto: int = 0) -> socket.socket:
+        """As cheroot's, but a socket that cannot be bound is closed."""
+        sock: socket.socket = self.prepare_socket(
+            self.bind_addr, family, type, proto, self.nodelay, self.ssl_adapter, self.reuse_port
+        )
+        try:
+            self.socket = self.bind_socket(sock, self.bind_addr)  # type: ignore[no-untyped-call]
+        except OSError:
+            sock.close()
+            raise
+        self.bind_addr = self.resolve_real_bind_addr(sock)  # type: ignore[no-untyped-call]
+        return sock
 
     def error_log(self, msg: str = "", level: int = logging.INFO, traceback: bool = False) -> None:
         log.log(level if traceback else min(level, logging.DEBUG), "%s", msg, exc_info=traceback)

@@ -91,7 +91,7 @@ def _run(state: ServerState, body: Json, answer: Answer) -> Response:
 
 def _choices(prompts: list[list[int]], params: TaskParams, state: ServerState) -> list[Choice]:
     """`n_cmpl` choices of each prompt; a given seed counts up from choice to choice."""
-    choices = []
+    choices: list[Choice] = []
     for prompt in prompts:
         for i in range(params.n_cmpl):
             seed = params.sampling.seed

@@ -40,7 +40,9 @@ def parse_logit_bias(value: Any, tokenizer: Tokenizer) -> dict[int, float]:
     biases: dict[int, float] = {}
     for target, given in entries:
         bias = _bias(given)
-        for token in _tokens(target, tokenizer) if bias is not None else ():
+        if bias is None:
+            continue
+        for token in _tokens(target, tokenizer):
             biases[token] = biases.get(token, 0.0) + bias
     return biases
 
