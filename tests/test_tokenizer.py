@@ -38,18 +38,7 @@ AWKWARD = [
     "\U0010fffd\ue000 private",
 ]
 
-VOCABULARIES = [
-    "llama-bpe",
-    "llama-spm",
-    "qwen2",
-    "gpt-2",
-    "phi-3",
-    "falcon",
-    "deepseek-llm",
-    "command-r",
-    "bert-bge",
-    "gemma-4",
-]
+VOCABULARIES = ["llama-bpe", "llama-spm", "qwen2", "gpt-2", "phi-3", "falcon", "deepseek-llm", "bert-bge"]
 
 
 def write_vocab(path: Path, *, without: tuple[str, ...] = (), **changes: Any) -> Path:
