@@ -25,7 +25,9 @@ def run_step(title: str, command: list[str]) -> None:
     shown = 0.0
     with LOG.open("a", encoding="utf-8") as log:
         log.write(f"\n$ {' '.join(command)}\n")
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
         assert process.stdout is not None
         for line in process.stdout:
             log.write(line)
