@@ -60,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
         raise OptionError("-no-cnv needs a prompt: give one with -p")
     options = model_options(args)
     with open_model(options.path) as model:
-        tokenizer = Tokenizer(model.shards[0].path)
+        tokenizer = Tokenizer(model.shards[0].path, model.metadata)
     template = load_template(options.chat_template, tokenizer) if is_chat else None
-    engine = Engine(options, engine_options(args))
+    engine = Engine(options, engine_options(args), tokenizer)
     engine.start()
     try:
         show_loading(engine)
