@@ -108,6 +108,15 @@ struct FormMXFP4 {
   static float m(const Block &) { return 0; }
 };
 
+// 32 bytes' fields at bit `shift`; add_fields adds `factor` times theirs, and `offset`.
+inline void fields(const uint8_t *bytes, int shift, int mask, int8_t *n) {
+  for (int i = 0; i < 32; ++i) n[i] = int8_t((bytes[i] >> shift) & mask);
+}
+
+inline void add_fields(const uint8_t *bytes, int shift, int mask, int factor, int offset, int8_t *n) {
+  for (int i = 0; i < 32; ++i) n[i] = int8_t(n[i] + factor * ((bytes[i] >> shift) & mask) + offset);
+}
+
 // Scales and minimums of a class 256 block, one each for the 16 groups of 16 values (doubled where the format has 8).
 struct Scales {
   int16_t sc[16], mn[16];
@@ -128,9 +137,7 @@ struct FormQ2_K {
   using Block = BlockQ2_K;
   static constexpr bool kHasMin = true;
   static void integers(const Block &b, int8_t *n) {
-    for (int i = 0; i < 256; ++i) {
-      n[i] = int8_t((b.qs[32 * (i >> 7) + (i & 31)] >> (2 * ((i >> 5) & 3))) & 3);
-    }
+    for (int j = 0; j < 8; ++j) fields(b.qs + 32 * (j >> 2), 2 * (j & 3), 3, n + 32 * j);
   }
   static void scales(const Block &b, Scales &s) {
     for (int j = 0; j < 16; ++j) {
@@ -146,9 +153,9 @@ struct FormQ3_K {
   using Block = BlockQ3_K;
   static constexpr bool kHasMin = false;
   static void integers(const Block &b, int8_t *n) {
-    for (int i = 0; i < 256; ++i) {
-      const int low = (b.qs[32 * (i >> 7) + (i & 31)] >> (2 * ((i >> 5) & 3))) & 3;
-      n[i] = int8_t(low + 4 * ((b.hmask[i & 31] >> (i >> 5)) & 1) - 4);
+    for (int j = 0; j < 8; ++j) {
+      fields(b.qs + 32 * (j >> 2), 2 * (j & 3), 3, n + 32 * j);
+      add_fields(b.hmask, j, 1, 4, -4, n + 32 * j);
     }
   }
   static void scales(const Block &b, Scales &s) {
@@ -165,9 +172,7 @@ struct FormQ4_K {
   using Block = BlockQ4_K;
   static constexpr bool kHasMin = true;
   static void integers(const Block &b, int8_t *n) {
-    for (int i = 0; i < 256; ++i) {
-      n[i] = int8_t((b.qs[32 * (i >> 6) + (i & 31)] >> (4 * ((i >> 5) & 1))) & 15);
-    }
+    for (int j = 0; j < 8; ++j) fields(b.qs + 32 * (j >> 1), 4 * (j & 1), 15, n + 32 * j);
   }
   static void scales(const Block &b, Scales &s) { scales_k4(b.scales, s); }
   static float d(const Block &b) { return half_float(b.d); }
@@ -178,9 +183,9 @@ struct FormQ5_K {
   using Block = BlockQ5_K;
   static constexpr bool kHasMin = true;
   static void integers(const Block &b, int8_t *n) {
-    for (int i = 0; i < 256; ++i) {
-      const int low = (b.qs[32 * (i >> 6) + (i & 31)] >> (4 * ((i >> 5) & 1))) & 15;
-      n[i] = int8_t(low | (((b.qh[i & 31] >> (i >> 5)) & 1) << 4));
+    for (int j = 0; j < 8; ++j) {
+      fields(b.qs + 32 * (j >> 1), 4 * (j & 1), 15, n + 32 * j);
+      add_fields(b.qh, j, 1, 16, 0, n + 32 * j);
     }
   }
   static void scales(const Block &b, Scales &s) { scales_k4(b.scales, s); }
@@ -192,10 +197,10 @@ struct FormQ6_K {
   using Block = BlockQ6_K;
   static constexpr bool kHasMin = false;
   static void integers(const Block &b, int8_t *n) {
-    for (int i = 0; i < 256; ++i) {
-      const int half = i >> 7, quarter = (i >> 5) & 3;
-      const int low = (b.ql[64 * half + (i & 63)] >> (4 * (quarter >> 1))) & 15;
-      n[i] = int8_t((low | (((b.qh[32 * half + (i & 31)] >> (2 * quarter)) & 3) << 4)) - 32);
+    for (int j = 0; j < 8; ++j) {
+      const int half = j >> 2, quarter = j & 3;
+      fields(b.ql + 64 * half + 32 * (quarter & 1), 4 * (quarter >> 1), 15, n + 32 * j);
+      add_fields(b.qh + 32 * half, 2 * quarter, 3, 16, -32, n + 32 * j);
     }
   }
   static void scales(const Block &b, Scales &s) {

@@ -16,23 +16,26 @@ namespace {
 using I8 = __m256i;
 using F8 = __m256;
 
+// Calls inside a row would spill its registers; the compiler's own limits stop it from inlining everything.
+#define FT_INLINE inline __attribute__((always_inline))
+
 constexpr int kAhead = 1536;  // bytes of weights asked for ahead of their use
 
-inline I8 load(const void *p) { return _mm256_loadu_si256(static_cast<const __m256i *>(p)); }
-inline __m128i load16(const void *p) { return _mm_loadu_si128(static_cast<const __m128i *>(p)); }
+FT_INLINE I8 load(const void *p) { return _mm256_loadu_si256(static_cast<const __m256i *>(p)); }
+FT_INLINE __m128i load16(const void *p) { return _mm_loadu_si128(static_cast<const __m128i *>(p)); }
 
 template <int kBytes>
-inline void prefetch(const void *p) {
+FT_INLINE void prefetch(const void *p) {
   for (int i = 0; i < kBytes; i += 64) _mm_prefetch(static_cast<const char *>(p) + kAhead + i, _MM_HINT_T0);
 }
 
-inline uint32_t word32(const void *p) {
+FT_INLINE uint32_t word32(const void *p) {
   uint32_t u;
   std::memcpy(&u, p, 4);
   return u;
 }
 
-inline int word16(const void *p) {
+FT_INLINE int word16(const void *p) {
   uint16_t u;
   std::memcpy(&u, p, 2);
   return u;
@@ -41,7 +44,7 @@ inline int word16(const void *p) {
 // --- the three places where VNNI helps ------------------------------------------------------------------------
 
 // Sums over quadruples of (256 * u*hi) + u*lo; u unsigned, planes signed.
-inline I8 dot_planes(I8 u, I8 hi, I8 lo) {
+FT_INLINE I8 dot_planes(I8 u, I8 hi, I8 lo) {
 #ifdef __AVX512VNNI__
   const I8 h = _mm256_dpbusd_epi32(_mm256_setzero_si256(), u, hi);
   return _mm256_dpbusd_epi32(_mm256_slli_epi32(h, 8), u, lo);
@@ -51,7 +54,7 @@ inline I8 dot_planes(I8 u, I8 hi, I8 lo) {
 #endif
 }
 
-inline I8 dot_plane(I8 u, I8 a) {
+FT_INLINE I8 dot_plane(I8 u, I8 a) {
 #ifdef __AVX512VNNI__
   return _mm256_dpbusd_epi32(_mm256_setzero_si256(), u, a);
 #else
@@ -60,7 +63,7 @@ inline I8 dot_plane(I8 u, I8 a) {
 }
 
 // sum + sc * (u*a), sc int16 for each pair of products; a pair is at most 128 * 127 * 2 < 2^15.
-inline I8 add_scaled(I8 sum, I8 u, I8 a, I8 sc) {
+FT_INLINE I8 add_scaled(I8 sum, I8 u, I8 a, I8 sc) {
 #ifdef __AVX512VNNI__
   return _mm256_dpwssd_epi32(sum, _mm256_maddubs_epi16(u, a), sc);
 #else
@@ -70,19 +73,19 @@ inline I8 add_scaled(I8 sum, I8 u, I8 a, I8 sc) {
 
 // --- folds ----------------------------------------------------------------------------------------------------
 
-inline I8 fold2(I8 a, I8 b) { return _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b)); }
-inline I8 fold4(I8 ab, I8 cd) {
+FT_INLINE I8 fold2(I8 a, I8 b) { return _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b)); }
+FT_INLINE I8 fold4(I8 ab, I8 cd) {
   return _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
 }
 
 // Lane i of the result is the sum of the lanes of v[i].
-inline I8 fold8(const I8 *v) {
+FT_INLINE I8 fold8(const I8 *v) {
   const I8 low = fold4(fold2(v[0], v[1]), fold2(v[2], v[3]));
   const I8 high = fold4(fold2(v[4], v[5]), fold2(v[6], v[7]));
   return _mm256_add_epi32(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31));
 }
 
-inline float tree8(F8 v) {
+FT_INLINE float tree8(F8 v) {
   const __m128 a = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));  // l0+l4, l1+l5, l2+l6, l3+l7
   const __m128 b = _mm_add_ps(a, _mm_movehl_ps(a, a));
   return _mm_cvtss_f32(_mm_add_ss(b, _mm_shuffle_ps(b, b, 1)));
@@ -95,7 +98,7 @@ struct Factors {
 };
 
 // Two neighbouring fp16 each.
-inline Factors factors2(const uint8_t *p, int step, int count) {
+FT_INLINE Factors factors2(const uint8_t *p, int step, int count) {
   alignas(32) uint32_t w[8] = {};
   __m128i low, high;
   if (count == 8) {
@@ -113,7 +116,7 @@ inline Factors factors2(const uint8_t *p, int step, int count) {
   return {_mm256_cvtph_ps(d), _mm256_cvtph_ps(m)};
 }
 
-inline Factors factors1(const uint8_t *p, int step, int count) {
+FT_INLINE Factors factors1(const uint8_t *p, int step, int count) {
   alignas(16) uint16_t w[8] = {};
   __m128i d;
   if (count == 8) {
@@ -126,7 +129,7 @@ inline Factors factors1(const uint8_t *p, int step, int count) {
   return {_mm256_cvtph_ps(d), _mm256_setzero_ps()};
 }
 
-inline Factors factors_e8m0(const uint8_t *p, int step, int count) {
+FT_INLINE Factors factors_e8m0(const uint8_t *p, int step, int count) {
   alignas(32) float d[8] = {};
   for (int i = 0; i < count; ++i) d[i] = e8m0_half_float(p[i * step]);
   return {_mm256_load_ps(d), _mm256_setzero_ps()};
@@ -134,13 +137,13 @@ inline Factors factors_e8m0(const uint8_t *p, int step, int count) {
 
 // --- class 32: integers of one block as bytes ---------------------------------------------------------------------
 
-inline I8 nibbles16(const uint8_t *qs) {
+FT_INLINE I8 nibbles16(const uint8_t *qs) {
   const I8 both = _mm256_broadcastsi128_si256(load16(qs));
   return _mm256_and_si256(_mm256_srlv_epi64(both, _mm256_setr_epi64x(0, 0, 4, 4)), _mm256_set1_epi8(15));
 }
 
 // Bit i of the word as 0x10 in byte i.
-inline I8 fifth_bits(const uint8_t *qh) {
+FT_INLINE I8 fifth_bits(const uint8_t *qh) {
   const I8 spread = _mm256_shuffle_epi8(
       _mm256_set1_epi32(int(word32(qh))),
       _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303));
@@ -148,7 +151,7 @@ inline I8 fifth_bits(const uint8_t *qh) {
   return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit), _mm256_set1_epi8(16));
 }
 
-inline I8 lookup(const int8_t *table, I8 n) {
+FT_INLINE I8 lookup(const int8_t *table, I8 n) {
   return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load16(table)), n);
 }
 
@@ -156,51 +159,51 @@ inline I8 lookup(const int8_t *table, I8 n) {
 struct VecQ4_0 : FormQ4_0 {
   static constexpr bool kCommon = false;
   static constexpr bool kSigned = true;
-  static I8 bytes(const Block &b) { return _mm256_sub_epi8(nibbles16(b.qs), _mm256_set1_epi8(8)); }
-  static Factors factors(const uint8_t *p, int count) { return factors1(p, sizeof(Block), count); }
+  FT_INLINE static I8 bytes(const Block &b) { return _mm256_sub_epi8(nibbles16(b.qs), _mm256_set1_epi8(8)); }
+  FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors1(p, sizeof(Block), count); }
 };
 struct VecQ4_1 : FormQ4_1 {
   static constexpr bool kCommon = true;
   static constexpr bool kSigned = false;
-  static I8 bytes(const Block &b) { return nibbles16(b.qs); }
-  static Factors factors(const uint8_t *p, int count) { return factors2(p, sizeof(Block), count); }
+  FT_INLINE static I8 bytes(const Block &b) { return nibbles16(b.qs); }
+  FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors2(p, sizeof(Block), count); }
 };
 struct VecQ5_0 : FormQ5_0 {
   static constexpr bool kCommon = false;
   static constexpr bool kSigned = true;
-  static I8 bytes(const Block &b) {
+  FT_INLINE static I8 bytes(const Block &b) {
     return _mm256_sub_epi8(_mm256_or_si256(nibbles16(b.qs), fifth_bits(b.qh)), _mm256_set1_epi8(16));
   }
-  static Factors factors(const uint8_t *p, int count) { return factors1(p, sizeof(Block), count); }
+  FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors1(p, sizeof(Block), count); }
 };
 struct VecQ5_1 : FormQ5_1 {
   static constexpr bool kCommon = false;
   static constexpr bool kSigned = false;
-  static I8 bytes(const Block &b) { return _mm256_or_si256(nibbles16(b.qs), fifth_bits(b.qh)); }
-  static Factors factors(const uint8_t *p, int count) { return factors2(p, sizeof(Block), count); }
+  FT_INLINE static I8 bytes(const Block &b) { return _mm256_or_si256(nibbles16(b.qs), fifth_bits(b.qh)); }
+  FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors2(p, sizeof(Block), count); }
 };
 struct VecQ8_0 : FormQ8_0 {
   static constexpr bool kCommon = true;
   static constexpr bool kSigned = true;
-  static I8 bytes(const Block &b) { return load(b.qs); }
-  static Factors factors(const uint8_t *p, int count) { return factors1(p, sizeof(Block), count); }
+  FT_INLINE static I8 bytes(const Block &b) { return load(b.qs); }
+  FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors1(p, sizeof(Block), count); }
 };
 struct VecIQ4_NL : FormIQ4_NL {
   static constexpr bool kCommon = false;
   static constexpr bool kSigned = true;
-  static I8 bytes(const Block &b) { return lookup(kTableIQ4, nibbles16(b.qs)); }
-  static Factors factors(const uint8_t *p, int count) { return factors1(p, sizeof(Block), count); }
+  FT_INLINE static I8 bytes(const Block &b) { return lookup(kTableIQ4, nibbles16(b.qs)); }
+  FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors1(p, sizeof(Block), count); }
 };
 struct VecMXFP4 : FormMXFP4 {
   static constexpr bool kCommon = false;
   static constexpr bool kSigned = true;
-  static I8 bytes(const Block &b) { return lookup(kTableMXFP4, nibbles16(b.qs)); }
-  static Factors factors(const uint8_t *p, int count) { return factors_e8m0(p, sizeof(Block), count); }
+  FT_INLINE static I8 bytes(const Block &b) { return lookup(kTableMXFP4, nibbles16(b.qs)); }
+  FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors_e8m0(p, sizeof(Block), count); }
 };
 
 // The partial sums of one block. Signed integers move their sign to the planes, which hold no -128.
 template <class Vec, int kPlanes>
-inline I8 block_sums(I8 n, const Act32 &a) {
+FT_INLINE I8 block_sums(I8 n, const Act32 &a) {
   I8 hi = load(a.hi), lo = _mm256_setzero_si256();
   if (kPlanes == 2) lo = load(a.lo);
   I8 u = n;
@@ -227,7 +230,7 @@ enum Shape { kStraight, kWrapping, kPartial };
 
 // Terms of a group, one a lane; lanes from `count` on give +0.
 template <class Vec, int NT, int kPlanes, Shape kShape>
-inline void terms_32(const Group<Act32, NT> &g, F8 *terms) {
+FT_INLINE void terms_32(const Group<Act32, NT> &g, F8 *terms) {
   using Block = typename Vec::Block;
   const int count = kShape == kPartial ? g.count : 8;
   prefetch<8 * sizeof(Block)>(g.w);
@@ -257,7 +260,7 @@ struct VecScales {
   I8 sc, mn;
 };
 
-inline VecScales vec_scales_k4(const uint8_t *s) {
+FT_INLINE VecScales vec_scales_k4(const uint8_t *s) {
   const uint32_t a = word32(s), b = word32(s + 4), c = word32(s + 8);
   const uint32_t sc1 = (c & 0x0f0f0f0f) | ((a >> 2) & 0x30303030);
   const uint32_t mn1 = ((c >> 4) & 0x0f0f0f0f) | ((b >> 2) & 0x30303030);
@@ -268,17 +271,17 @@ inline VecScales vec_scales_k4(const uint8_t *s) {
 }
 
 // 16 signed bytes in order -> even ones, then odd ones, widened.
-inline I8 even_odd(__m128i s) {
+FT_INLINE I8 even_odd(__m128i s) {
   return _mm256_cvtepi8_epi16(
       _mm_shuffle_epi8(s, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)));
 }
 
 // In each half, place j of the scales in all eight places.
-inline I8 spread_scale(I8 sc, int j) {
+FT_INLINE I8 spread_scale(I8 sc, int j) {
   return _mm256_shuffle_epi8(sc, _mm256_set1_epi16(int16_t((2 * j) | ((2 * j + 1) << 8))));
 }
 
-inline I8 and_bits(I8 v, int mask) { return _mm256_and_si256(v, _mm256_set1_epi8(char(mask))); }
+FT_INLINE I8 and_bits(I8 v, int mask) { return _mm256_and_si256(v, _mm256_set1_epi8(char(mask))); }
 
 // Each Vec gives the unsigned integers (kBias more than the form's; or signed ones where kSigned) of 64 or 128
 // values a step: parts(b, s, out) fills kPart vectors of 32 values, s-th of 8 / kPart.
@@ -286,73 +289,73 @@ struct VecQ4_K : FormQ4_K {
   static constexpr bool kCommon = true;
   static constexpr bool kSigned = false;
   static constexpr int kBias = 0, kPart = 2;
-  static void parts(const Block &b, int s, I8 *n) {
+  FT_INLINE static void parts(const Block &b, int s, I8 *n) {
     const I8 q = load(b.qs + 32 * s);
     n[0] = and_bits(q, 15);
     n[1] = and_bits(_mm256_srli_epi16(q, 4), 15);
   }
-  static VecScales scales(const Block &b) { return vec_scales_k4(b.scales); }
-  static Factors factors(const uint8_t *p, int count) { return factors2(p, sizeof(Block), count); }
+  FT_INLINE static VecScales scales(const Block &b) { return vec_scales_k4(b.scales); }
+  FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors2(p, sizeof(Block), count); }
 };
 
 struct VecQ5_K : FormQ5_K {
   static constexpr bool kCommon = false;
   static constexpr bool kSigned = false;
   static constexpr int kBias = 0, kPart = 2;
-  static void parts(const Block &b, int s, I8 *n) {
+  FT_INLINE static void parts(const Block &b, int s, I8 *n) {
     const I8 q = load(b.qs + 32 * s), h = _mm256_srl_epi16(load(b.qh), _mm_cvtsi32_si128(2 * s));
     n[0] = _mm256_or_si256(and_bits(q, 15), and_bits(_mm256_slli_epi16(h, 4), 16));
     n[1] = _mm256_or_si256(and_bits(_mm256_srli_epi16(q, 4), 15), and_bits(_mm256_slli_epi16(h, 3), 16));
   }
-  static VecScales scales(const Block &b) { return vec_scales_k4(b.scales); }
-  static Factors factors(const uint8_t *p, int count) { return factors2(p, sizeof(Block), count); }
+  FT_INLINE static VecScales scales(const Block &b) { return vec_scales_k4(b.scales); }
+  FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors2(p, sizeof(Block), count); }
 };
 
 struct VecQ6_K : FormQ6_K {
   static constexpr bool kCommon = true;
   static constexpr bool kSigned = false;
   static constexpr int kBias = 32, kPart = 4;
-  static void parts(const Block &b, int s, I8 *n) {
+  FT_INLINE static void parts(const Block &b, int s, I8 *n) {
     const I8 q0 = load(b.ql + 64 * s), q1 = load(b.ql + 64 * s + 32), h = load(b.qh + 32 * s);
     n[0] = _mm256_or_si256(and_bits(q0, 15), and_bits(_mm256_slli_epi16(h, 4), 48));
     n[1] = _mm256_or_si256(and_bits(q1, 15), and_bits(_mm256_slli_epi16(h, 2), 48));
     n[2] = _mm256_or_si256(and_bits(_mm256_srli_epi16(q0, 4), 15), and_bits(h, 48));
     n[3] = _mm256_or_si256(and_bits(_mm256_srli_epi16(q1, 4), 15), and_bits(_mm256_srli_epi16(h, 2), 48));
   }
-  static VecScales scales(const Block &b) { return {even_odd(load16(b.scales)), _mm256_setzero_si256()}; }
-  static Factors factors(const uint8_t *p, int count) { return factors1(p + 208, sizeof(Block), count); }
+  FT_INLINE static VecScales scales(const Block &b) { return {even_odd(load16(b.scales)), _mm256_setzero_si256()}; }
+  FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors1(p + 208, sizeof(Block), count); }
 };
 
 struct VecQ2_K : FormQ2_K {
   static constexpr bool kCommon = false;
   static constexpr bool kSigned = false;
   static constexpr int kBias = 0, kPart = 4;
-  static void parts(const Block &b, int s, I8 *n) {
+  FT_INLINE static void parts(const Block &b, int s, I8 *n) {
     const I8 q = load(b.qs + 32 * s);
     n[0] = and_bits(q, 3);
     n[1] = and_bits(_mm256_srli_epi16(q, 2), 3);
     n[2] = and_bits(_mm256_srli_epi16(q, 4), 3);
     n[3] = and_bits(_mm256_srli_epi16(q, 6), 3);
   }
-  static VecScales scales(const Block &b) {
+  FT_INLINE static VecScales scales(const Block &b) {
     const __m128i s = load16(b.scales), mask = _mm_set1_epi8(15);
     return {even_odd(_mm_and_si128(s, mask)), even_odd(_mm_and_si128(_mm_srli_epi16(s, 4), mask))};
   }
-  static Factors factors(const uint8_t *p, int count) { return factors2(p + 80, sizeof(Block), count); }
+  FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors2(p + 80, sizeof(Block), count); }
 };
 
 struct VecQ3_K : FormQ3_K {
   static constexpr bool kCommon = false;
   static constexpr bool kSigned = false;
   static constexpr int kBias = 4, kPart = 4;
-  static void parts(const Block &b, int s, I8 *n) {
+  FT_INLINE static void parts(const Block &b, int s, I8 *n) {
     const I8 q = load(b.qs + 32 * s), h = _mm256_srl_epi16(load(b.hmask), _mm_cvtsi32_si128(4 * s));
     n[0] = _mm256_or_si256(and_bits(q, 3), and_bits(_mm256_slli_epi16(h, 2), 4));
     n[1] = _mm256_or_si256(and_bits(_mm256_srli_epi16(q, 2), 3), and_bits(_mm256_slli_epi16(h, 1), 4));
     n[2] = _mm256_or_si256(and_bits(_mm256_srli_epi16(q, 4), 3), and_bits(h, 4));
     n[3] = _mm256_or_si256(and_bits(_mm256_srli_epi16(q, 6), 3), and_bits(_mm256_srli_epi16(h, 1), 4));
   }
-  static VecScales scales(const Block &b) {
+  FT_INLINE static VecScales scales(const Block &b) {
     const uint32_t a = word32(b.scales), c = word32(b.scales + 4), h = word32(b.scales + 8);
     const uint32_t s0 = (a & 0x0f0f0f0f) | ((h << 4) & 0x30303030);
     const uint32_t s1 = (c & 0x0f0f0f0f) | ((h << 2) & 0x30303030);
@@ -361,25 +364,25 @@ struct VecQ3_K : FormQ3_K {
     const __m128i s = _mm_setr_epi32(int(s0), int(s1), int(s2), int(s3));
     return {even_odd(_mm_sub_epi8(s, _mm_set1_epi8(32))), _mm256_setzero_si256()};
   }
-  static Factors factors(const uint8_t *p, int count) { return factors1(p + 108, sizeof(Block), count); }
+  FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors1(p + 108, sizeof(Block), count); }
 };
 
 struct VecIQ4_XS : FormIQ4_XS {
   static constexpr bool kCommon = false;
   static constexpr bool kSigned = true;
   static constexpr int kBias = 0, kPart = 2;
-  static void parts(const Block &b, int s, I8 *n) {
+  FT_INLINE static void parts(const Block &b, int s, I8 *n) {
     n[0] = lookup(kTableIQ4, nibbles16(b.qs + 32 * s));
     n[1] = lookup(kTableIQ4, nibbles16(b.qs + 32 * s + 16));
   }
-  static VecScales scales(const Block &b) {
+  FT_INLINE static VecScales scales(const Block &b) {
     alignas(16) int16_t s[8];
     for (int j = 0; j < 8; ++j) {
       s[j] = int16_t((((b.scales_l[j >> 1] >> (4 * (j & 1))) & 15) | (((b.scales_h >> (2 * j)) & 3) << 4)) - 32);
     }
     return {_mm256_broadcastsi128_si256(load16(s)), _mm256_setzero_si256()};
   }
-  static Factors factors(const uint8_t *p, int count) { return factors1(p, sizeof(Block), count); }
+  FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors1(p, sizeof(Block), count); }
 };
 
 // Partial sums of one block: the two planes, and M of the types with minimums.
@@ -389,7 +392,7 @@ struct Sums {
 
 // The minimums' part. Q2_K has 16 of them, the others 8.
 template <class Vec, int kPlanes>
-inline I8 min_sums(I8 mn, const Act256 &a) {
+FT_INLINE I8 min_sums(I8 mn, const Act256 &a) {
   if constexpr (Vec::kPart == 4) {
     const I8 hi = _mm256_madd_epi16(mn, load(a.sum16[0]));
     return kPlanes == 2 ? _mm256_add_epi32(_mm256_slli_epi32(hi, 8), _mm256_madd_epi16(mn, load(a.sum16[1]))) : hi;
@@ -400,20 +403,20 @@ inline I8 min_sums(I8 mn, const Act256 &a) {
 }
 
 template <class Vec>
-inline I8 unbias(I8 sum, I8 sc, const int16_t *sums) {
+FT_INLINE I8 unbias(I8 sum, I8 sc, const int16_t *sums) {
   if (Vec::kBias == 0) return sum;
   const I8 extra = _mm256_madd_epi16(sc, load(sums));
   return _mm256_sub_epi32(sum, _mm256_slli_epi32(extra, Vec::kBias == 32 ? 5 : 2));
 }
 
 template <class Vec>
-inline I8 add_plane(I8 sum, I8 n, const int8_t *plane, I8 sc) {
+FT_INLINE I8 add_plane(I8 sum, I8 n, const int8_t *plane, I8 sc) {
   if (Vec::kSigned) return add_scaled(sum, _mm256_abs_epi8(n), _mm256_sign_epi8(load(plane), n), sc);
   return add_scaled(sum, n, load(plane), sc);
 }
 
 template <class Vec, int NT, int kPlanes>
-inline void block_256(const typename Vec::Block &w, const Act256 *const *a, Sums *sums, int i) {
+FT_INLINE void block_256(const typename Vec::Block &w, const Act256 *const *a, Sums *sums, int i) {
   const VecScales s = Vec::scales(w);
   I8 hi[NT], lo[NT];
   for (int t = 0; t < NT; ++t) hi[t] = lo[t] = _mm256_setzero_si256();
@@ -439,7 +442,7 @@ inline void block_256(const typename Vec::Block &w, const Act256 *const *a, Sums
 }
 
 template <class Vec, int kPlanes>
-inline F8 term_256(const Sums &s, const Factors &f, F8 dx) {
+FT_INLINE F8 term_256(const Sums &s, const Factors &f, F8 dx) {
   F8 sum = _mm256_cvtepi32_ps(fold8(s.hi));
   if (kPlanes == 2) {
     sum = _mm256_add_ps(_mm256_mul_ps(sum, _mm256_set1_ps(256.0f)), _mm256_cvtepi32_ps(fold8(s.lo)));
@@ -453,7 +456,7 @@ inline F8 term_256(const Sums &s, const Factors &f, F8 dx) {
 }
 
 template <class Vec, int NT, int kPlanes, Shape kShape>
-inline void terms_256(const Group<Act256, NT> &g, F8 *terms) {
+FT_INLINE void terms_256(const Group<Act256, NT> &g, F8 *terms) {
   using Block = typename Vec::Block;
   const int count = kShape == kPartial ? g.count : 8;
   Sums sums[NT];
@@ -482,11 +485,11 @@ struct Matrix {
 };
 
 template <class Vec, int NT, int kPlanes, Shape kShape>
-inline void terms_of(const Group<Act32, NT> &g, F8 *terms) {
+FT_INLINE void terms_of(const Group<Act32, NT> &g, F8 *terms) {
   terms_32<Vec, NT, kPlanes, kShape>(g, terms);
 }
 template <class Vec, int NT, int kPlanes, Shape kShape>
-inline void terms_of(const Group<Act256, NT> &g, F8 *terms) {
+FT_INLINE void terms_of(const Group<Act256, NT> &g, F8 *terms) {
   terms_256<Vec, NT, kPlanes, kShape>(g, terms);
 }
 
@@ -531,7 +534,7 @@ alignas(32) static const int32_t kWindow[24] = {0,  0,  0,  0,  0, 0, 0, 0, -1, 
 alignas(32) static const int32_t kRotate[16] = {0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7};
 
 // Lanes [from, to) of v moved `shift` lanes up, round the end; +0 elsewhere.
-inline F8 segment(F8 v, int from, int to, int shift) {
+FT_INLINE F8 segment(F8 v, int from, int to, int shift) {
   const I8 mask = _mm256_and_si256(load(kWindow + 8 - from), load(kWindow + 16 - to));
   return _mm256_permutevar8x32_ps(_mm256_and_ps(v, _mm256_castsi256_ps(mask)), load(kRotate + ((8 - shift) & 7)));
 }
@@ -651,7 +654,7 @@ struct VecBF16 : WidenBF16 {
 
 // lanes32 as four vectors of lanes; the first fold of lanes32 leaves v.
 template <class Vec, int NT>
-inline void dot_lanes(const typename Vec::Word *w, const float *const *x, int64_t n, F8 *v) {
+FT_INLINE void dot_lanes(const typename Vec::Word *w, const float *const *x, int64_t n, F8 *v) {
   F8 l[NT][4];
   for (int t = 0; t < NT; ++t) {
     for (int j = 0; j < 4; ++j) l[t][j] = _mm256_setzero_ps();
@@ -718,7 +721,7 @@ inline F8 quarters(F8 ab, F8 cd) {
 }
 
 // tree8 of eight vectors at once.
-inline F8 tree8_of8(const F8 *v) {
+FT_INLINE F8 tree8_of8(const F8 *v) {
   const F8 a = quarters(halves(v[0], v[1]), halves(v[2], v[3]));  // v0 v2 | v1 v3, even and odd halves of each
   const F8 b = quarters(halves(v[4], v[5]), halves(v[6], v[7]));
   const F8 s = _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd));  // 0 2 4 6 | 1 3 5 7
@@ -784,7 +787,7 @@ inline void decode_f16_vec(const void *src, float *dst, int64_t n) {
 
 // --- functions ------------------------------------------------------------------------------------------------
 
-inline F8 exp8(F8 x) {
+FT_INLINE F8 exp8(F8 x) {
   const F8 one = _mm256_set1_ps(1.0f), round = _mm256_set1_ps(kRound);
   const F8 top = _mm256_min_ps(_mm256_set1_ps(88.0f), x);  // a NaN in x stays
   const F8 shifted = _mm256_add_ps(_mm256_mul_ps(top, _mm256_set1_ps(1.44269504088896341f)), round);
@@ -807,7 +810,7 @@ inline F8 exp8(F8 x) {
 inline F8 negate(F8 x) { return _mm256_xor_ps(x, _mm256_set1_ps(-0.0f)); }
 
 // x / (1 + exp(-u))
-inline F8 gated(F8 x, F8 u) { return _mm256_div_ps(x, _mm256_add_ps(_mm256_set1_ps(1.0f), exp8(negate(u)))); }
+FT_INLINE F8 gated(F8 x, F8 u) { return _mm256_div_ps(x, _mm256_add_ps(_mm256_set1_ps(1.0f), exp8(negate(u)))); }
 
 struct MapExpMinus {
   F8 m;
