@@ -785,6 +785,56 @@ inline void decode_f16_vec(const void *src, float *dst, int64_t n) {
   for (; i < n; ++i) dst[i] = half_float(w[i]);
 }
 
+// --- rows of weights in fp32 ----------------------------------------------------------------------------------
+
+FT_INLINE F8 floats8(const int8_t *n) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(n))));
+}
+
+// dst[0..count) = (d * n) + m, or - m, or d * n.
+template <int kSign>
+FT_INLINE void affine(const int8_t *n, float d, float m, float *dst, int count) {
+  const F8 dv = _mm256_set1_ps(d), mv = _mm256_set1_ps(m);
+  for (int i = 0; i < count; i += 8) {
+    F8 y = _mm256_mul_ps(dv, floats8(n + i));
+    if (kSign > 0) y = _mm256_add_ps(y, mv);
+    if (kSign < 0) y = _mm256_sub_ps(y, mv);
+    _mm256_storeu_ps(dst + i, y);
+  }
+}
+
+template <class Vec>
+inline void decode_32_vec(const void *src, float *dst, int64_t n) {
+  const auto *w = static_cast<const typename Vec::Block *>(src);
+  for (int64_t b = 0; b < n / 32; ++b) {
+    alignas(32) int8_t q[32];
+    _mm256_store_si256(reinterpret_cast<__m256i *>(q), Vec::bytes(w[b]));
+    affine<Vec::kHasMin ? 1 : 0>(q, Vec::d(w[b]), Vec::m(w[b]), dst + 32 * b, 32);
+  }
+}
+
+template <class Form, class Vec>
+inline void decode_256_vec(const void *src, float *dst, int64_t n) {
+  const auto *w = static_cast<const typename Vec::Block *>(src);
+  for (int64_t b = 0; b < n / 256; ++b) {
+    alignas(32) int8_t q[256];
+    for (int step = 0; step < 8 / Vec::kPart; ++step) {
+      I8 part[Vec::kPart];
+      Vec::parts(w[b], step, part);
+      for (int i = 0; i < Vec::kPart; ++i) {
+        _mm256_store_si256(reinterpret_cast<__m256i *>(q + 32 * (step * Vec::kPart + i)),
+                           _mm256_sub_epi8(part[i], _mm256_set1_epi8(Vec::kBias)));
+      }
+    }
+    Scales s = {};
+    Form::scales(w[b], s);
+    const float d = Vec::d(w[b]), dmin = Vec::dmin(w[b]);
+    for (int j = 0; j < 16; ++j) {
+      affine<Vec::kHasMin ? -1 : 0>(q + 16 * j, d * float(s.sc[j]), dmin * float(s.mn[j]), dst + 256 * b + 16 * j, 16);
+    }
+  }
+}
+
 // --- functions ------------------------------------------------------------------------------------------------
 
 FT_INLINE F8 exp8(F8 x) {
@@ -852,21 +902,33 @@ inline void gelu_mul_vec(const float *g, const float *u, float *y, int64_t n) { 
 
 // --- the table ------------------------------------------------------------------------------------------------
 
+template <class Vec>
+inline void set_vec_32(Kernels &k, int type) {
+  k.matvec[type] = matvec_vec<Vec, Act32>;
+  k.decode_row[type] = decode_32_vec<Vec>;
+}
+
+template <class Form, class Vec>
+inline void set_vec_256(Kernels &k, int type) {
+  k.matvec[type] = matvec_vec<Vec, Act256>;
+  k.decode_row[type] = decode_256_vec<Form, Vec>;
+}
+
 inline Kernels x86_table(const char *name) {
   Kernels k = common_table(name);
-  k.matvec[Q4_0] = matvec_vec<VecQ4_0, Act32>;
-  k.matvec[Q4_1] = matvec_vec<VecQ4_1, Act32>;
-  k.matvec[Q5_0] = matvec_vec<VecQ5_0, Act32>;
-  k.matvec[Q5_1] = matvec_vec<VecQ5_1, Act32>;
-  k.matvec[Q8_0] = matvec_vec<VecQ8_0, Act32>;
-  k.matvec[IQ4_NL] = matvec_vec<VecIQ4_NL, Act32>;
-  k.matvec[MXFP4] = matvec_vec<VecMXFP4, Act32>;
-  k.matvec[Q2_K] = matvec_vec<VecQ2_K, Act256>;
-  k.matvec[Q3_K] = matvec_vec<VecQ3_K, Act256>;
-  k.matvec[Q4_K] = matvec_vec<VecQ4_K, Act256>;
-  k.matvec[Q5_K] = matvec_vec<VecQ5_K, Act256>;
-  k.matvec[Q6_K] = matvec_vec<VecQ6_K, Act256>;
-  k.matvec[IQ4_XS] = matvec_vec<VecIQ4_XS, Act256>;
+  set_vec_32<VecQ4_0>(k, Q4_0);
+  set_vec_32<VecQ4_1>(k, Q4_1);
+  set_vec_32<VecQ5_0>(k, Q5_0);
+  set_vec_32<VecQ5_1>(k, Q5_1);
+  set_vec_32<VecQ8_0>(k, Q8_0);
+  set_vec_32<VecIQ4_NL>(k, IQ4_NL);
+  set_vec_32<VecMXFP4>(k, MXFP4);
+  set_vec_256<FormQ2_K, VecQ2_K>(k, Q2_K);
+  set_vec_256<FormQ3_K, VecQ3_K>(k, Q3_K);
+  set_vec_256<FormQ4_K, VecQ4_K>(k, Q4_K);
+  set_vec_256<FormQ5_K, VecQ5_K>(k, Q5_K);
+  set_vec_256<FormQ6_K, VecQ6_K>(k, Q6_K);
+  set_vec_256<FormIQ4_XS, VecIQ4_XS>(k, IQ4_XS);
   k.matvec[F32] = matvec_float_vec<VecF32>;
   k.matvec[F16] = matvec_float_vec<VecF16>;
   k.matvec[BF16] = matvec_float_vec<VecBF16>;
