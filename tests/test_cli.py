@@ -163,6 +163,26 @@ def test_files_that_flags_name(tmp_path: Path) -> None:
     assert flags.model_options(args).chat_template == "{{ messages }}"
 
 
+OURS = {"--cpu-planes", "FREETOKEN_ARG_CPU_PLANES"}
+
+
+@pytest.mark.weights
+def test_b62_names_and_variables_are_llama_servers(llama_cpp_source: Path) -> None:
+    text = (llama_cpp_source / "tools" / "server" / "README.md").read_text()
+    rows = re.findall(r"^\| `(-[^`]+)` \| (.*) \|$", text, re.M)
+    by_name = {name: (names, help_) for names, help_ in rows for name in re.findall(r"(?<![\w-])-[-\w]+", names)}
+    for flag in ALL:
+        if flag.names[0] in OURS:
+            continue
+        for name in (*flag.names, *flag.negatives):
+            names, help_ = by_name[name]
+            assert flag.names[0] in names, f"{name} belongs to another flag"
+            variable = re.search(r"\(env: (\w+)\)", help_)
+            assert flag.env == (variable.group(1) if variable else None), name
+        takes_value = bool(re.search(r" [A-Z<{]", by_name[flag.names[0]][0]))
+        assert takes_value == (flag.convert is not None), flag.names
+
+
 def test_b62_switches_never_take_the_next_argument() -> None:
     switches = [(flag.dest, name) for flag in ALL if flag.convert is None for name in (*flag.names, *flag.negatives)]
     assert len(switches) > 8
@@ -272,6 +292,16 @@ def test_gpu_layers_say_once_that_there_is_no_gpu_engine(caplog: pytest.LogCaptu
     caplog.clear()
     for value in ("0", "auto"):
         flags.engine_options(parse("-ngl", value))
+    assert not caplog.records
+
+
+def test_flags_without_effect_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    flags.model_options(parse("-m", "x", "--no-jinja"))
+    flags.server_options(parse("--webui"))
+    assert "--no-jinja has no effect" in caplog.text and "--ui has no effect" in caplog.text
+    caplog.clear()
+    flags.model_options(parse("-m", "x", "--jinja"))
+    flags.server_options(parse("--no-webui"))
     assert not caplog.records
 
 

@@ -103,6 +103,12 @@ def test_apply_template(server: Served) -> None:
     assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_input_tokens(server: Served) -> None:
+    expected = {"input_tokens": 21, "object": "response.input_tokens"}
+    assert server.ok("/v1/chat/completions/input_tokens", CHAT) == expected
+    assert server.ok("/v1/chat/completions", CHAT)["usage"]["prompt_tokens"] == 21
+
+
 def test_completion(server: Served) -> None:
     data = server.ok("/completion", {"prompt": "hi", "return_tokens": True, "temperature": 0.5})
     assert data["content"] == "Hello\nworld"
@@ -171,6 +177,8 @@ def test_a_last_assistant_message_is_continued(server: Served) -> None:
     messages = [*CHAT["messages"], {"role": "assistant", "content": "Sure"}]
     prompt = server.ok("/apply-template", {"messages": messages})["prompt"]
     assert prompt.endswith("<|im_start|>assistant\nSure")
+    body = CHAT | {"continue_final_message": True, "add_generation_prompt": False}
+    assert server.ok("/apply-template", body)["prompt"].endswith("<|im_start|>assistant\nhi")
 
 
 @pytest.mark.parametrize(

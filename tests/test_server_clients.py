@@ -181,6 +181,7 @@ KEYS = ("first-key", "second-ключ")
         ({"Authorization": "Bearer first-key"}, 200),
         ({"Authorization": "first-key"}, 200),
         ({"X-Api-Key": "first-key"}, 200),
+        ({"X-Api-Key": "second-ключ".encode()}, 200),
         ({"X-Api-Key": ""}, 401),
         ({"Authorization": b"Bearer \xff\xfe"}, 401),
     ],

@@ -132,6 +132,7 @@ CHATS = [
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "text"),
     ({"messages": [{"role": "assistant"}]}, "content"),
     ({"messages": [{"role": "assistant", "content": "a"}] * 2}, "2 or more assistant"),
+    ({"messages": USER, "continue_final_message": True}, "add_generation_prompt"),
     ({"messages": USER, "top_logprobs": 2}, "logprobs"),
     ({"messages": USER, "logprobs": 2}, "'logprobs'"),
     ({"messages": USER, "logprobs": True, "top_logprobs": -1}, "'top_logprobs'"),
@@ -158,6 +159,8 @@ MISSING = [
     {"n_indent": 2},
     {"adaptive_target": 0.5},
     {"samplers": ["infill"]},
+    {"reasoning_format": "deepseek"},
+    {"reasoning_budget_tokens": 0},
 ]
 
 
@@ -188,6 +191,12 @@ NOTHING = {
 @pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions"])
 def test_values_that_ask_for_nothing_pass(server: Served, path: str) -> None:
     assert server.post(path, {"prompt": "x", "messages": USER} | NOTHING).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/infill", "/v1/embeddings", "/v1/responses", "/v1/messages", "/slots/0?action=save"])
+def test_routes_that_we_do_not_have_are_said(server: Served, path: str) -> None:
+    check_error(server.post(path, {}), 501, "not_supported_error", path.partition("?")[0])
+    assert server.get("/lora-adapters").json() == []
 
 
 def test_images_are_refused(server: Served) -> None:

@@ -41,7 +41,7 @@ Convert = Callable[[str], Any]
 INT_MAX = 2**31 - 1
 FLOAT_MAX = 3.4e38
 _CACHE_TYPES = ("f16", "f32")
-_VERBOSE, _NORMAL = 9, 3
+_VERBOSE = 9
 
 
 def whole(low: int = 0, high: int = INT_MAX) -> Convert:
@@ -389,11 +389,12 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     _add(parser, "server", SERVER)
 
 
-def verbosity(args: argparse.Namespace) -> int:
-    """llama-server's log level."""
-    if args.verbose:
+def verbosity(args: argparse.Namespace, default: int) -> int:
+    """llama-server's log level, `default` where no flag gives one."""
+    if getattr(args, "verbose", None):
         return _VERBOSE
-    return _NORMAL if args.verbosity is None else int(args.verbosity)
+    given = getattr(args, "verbosity", None)
+    return default if given is None else int(given)
 
 
 def _given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
@@ -405,6 +406,8 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
     """Raises OptionError without a model, or for a template file that cannot be read."""
     if args.model is None:
         raise OptionError("no model is named: give its file with -m FILE")
+    if args.jinja is False:
+        log.warning("--no-jinja has no effect: chat templates are always Jinja here")
     template = args.chat_template
     if args.chat_template_file is not None:
         template = _text_of(args.chat_template_file, "--chat-template-file")
@@ -448,6 +451,8 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
     if args.api_key_file is not None:
         lines = _text_of(args.api_key_file, "--api-key-file").splitlines()
         keys += [line for line in lines if line and not line.startswith("#")]
+    if args.ui:
+        log.warning("--ui has no effect: there is no web page yet")
     if (args.ssl_key_file is None) != (args.ssl_cert_file is None):
         raise OptionError("TLS needs both --ssl-key-file and --ssl-cert-file")
     return ServerOptions(**given, api_keys=tuple(keys), default_sampling=sampling_fields(args))

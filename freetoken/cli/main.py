@@ -7,6 +7,8 @@ import os
 import sys
 
 from freetoken import __version__
+from freetoken.cli.flags import verbosity
+from freetoken.cli.log import set_up
 from freetoken.cli.parser import Parser
 from freetoken.errors import FreeTokenError
 
@@ -18,6 +20,8 @@ _COMMANDS = {
     "bench": "measure prompt and generation speed",
     "info": "show what a model file holds",
 }
+_LOG_LEVELS = {"serve": 3}
+"""llama-server's levels where no flag says otherwise: a server informs, the others only warn."""
 _INTERRUPTED = 130
 _THREAD_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "passive",
@@ -73,4 +77,5 @@ def _dispatch(arguments: list[str]) -> int:
     if args.version:
         print(f"version: {__version__}")
         return 0
+    set_up(verbosity(args, _LOG_LEVELS.get(first, 2)), getattr(args, "log_file", None))
     return int(command.run(args))

@@ -16,7 +16,6 @@ from gguf import LlamaFileType
 
 from freetoken.chat import load_template
 from freetoken.cli import flags
-from freetoken.cli.log import set_up
 from freetoken.errors import FreeTokenError, ModelFileError
 from freetoken.gguf import ModelFile, open_model
 from freetoken.options import EngineOptions, ModelOptions
@@ -87,7 +86,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM. Raises what keeps the port from opening or the model from loading."""
-    set_up(flags.verbosity(args), args.log_file)
     model, engine, options = flags.model_options(args), flags.engine_options(args), flags.server_options(args)
     if not model.path.exists():
         raise ModelFileError(f"{model.path}: there is no such file")

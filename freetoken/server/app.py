@@ -55,8 +55,8 @@ def _admit(state: ServerState) -> Response | None:
 def _has_key(keys: tuple[str, ...]) -> bool:
     """Whether the request carries one of the keys, as a bearer token or in X-Api-Key."""
     given = request.headers.get("Authorization") or request.headers.get("X-Api-Key") or ""
-    given = given.removeprefix("Bearer ")
-    return any([hmac.compare_digest(given.encode(), key.encode()) for key in keys])
+    raw = given.removeprefix("Bearer ").encode("latin-1", "replace")  # as the header's bytes came in
+    return any([hmac.compare_digest(raw, key.encode()) for key in keys])
 
 
 def _finish(response: Response) -> Response:

@@ -37,20 +37,25 @@ def render_prompt(body: Json, template: ChatTemplate, default_kwargs: dict[str, 
     """The prompt text of a chat body. A last message of the assistant is continued, not closed."""
     if body.get("tools") or body.get("functions"):
         raise not_supported("Field 'tools' is not supported by this server yet")
+    if body.get("echo"):
+        raise not_supported("Field 'echo' is not supported by this server yet")
     choice = body.get("tool_choice")
     if choice is not None and choice not in ("auto", "none"):
         raise not_supported("Field 'tool_choice' is not supported by this server yet")
     messages = checked_messages(body)
     kwargs = _template_kwargs(body, default_kwargs)
     add_generation_prompt = read_bool(body, "add_generation_prompt", True)
-    is_continued = bool(messages) and messages[-1]["role"] == "assistant"
-    if body.get("continue_final_message") and add_generation_prompt and "add_generation_prompt" in body:
+    wish = body.get("continue_final_message")
+    if wish not in (None, False, True, "content"):
+        raise not_supported("Field 'continue_final_message' is not supported by this server yet, but for 'content'")
+    if wish and add_generation_prompt:
         raise invalid("Cannot set both add_generation_prompt and continue_final_message to true.")
-    if not is_continued:
+    is_assistant = bool(messages) and messages[-1]["role"] == "assistant"
+    if not messages or not (wish or is_assistant):
         return template.render(messages, None, add_generation_prompt, **kwargs)
-    if len(messages) > 1 and messages[-2]["role"] == "assistant":
+    if not wish and len(messages) > 1 and messages[-2]["role"] == "assistant":
         raise invalid("Cannot have 2 or more assistant messages at the end of the list.")
-    if messages[-1].get("tool_calls"):
+    if is_assistant and messages[-1].get("tool_calls"):
         raise invalid("Cannot continue an assistant message that contains tool calls.")
     return template.render(messages[:-1], None, True, **kwargs) + _text_of(messages[-1])
 

@@ -1,4 +1,4 @@
-"""Routes that do not generate: health, models, props, slots, tokenize, detokenize."""
+"""Routes that do not generate: health, models, props, slots, tokenize, detokenize; and those that we lack."""
 
 from __future__ import annotations
 
@@ -19,6 +19,26 @@ from freetoken.server.state import ServerState
 __all__ = ["register"]
 
 Json = dict[str, Any]
+_MISSING = {
+    "GET": ("/metrics",),
+    "POST": (
+        "/infill",
+        "/embedding",
+        "/embeddings",
+        "/v1/embeddings",
+        "/rerank",
+        "/reranking",
+        "/v1/rerank",
+        "/v1/reranking",
+        "/responses",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/lora-adapters",
+        "/slots/<int:id_slot>",
+    ),
+}
+"""Routes of llama-server that we do not have yet; they answer 501."""
 _VOCAB_TYPES = ("none", "spm", "bpe", "wpm", "ugm", "rwkv", "plamo2")
 
 
@@ -48,12 +68,21 @@ def register(app: Flask, state: ServerState) -> None:
         tokens = token_ids(state.model.tokenizer, body["tokens"]) if "tokens" in body else []
         return json_response({"content": state.model.tokenizer.decode(tokens, special=True)})
 
+    def lora_adapters() -> Response:
+        return json_response([])
+
+    def missing(**_: Any) -> Response:
+        raise not_supported(f"{request.path} is not supported by this server yet")
+
     for method, view, paths in (
         ("GET", health, ("/health", "/v1/health")),
         ("GET", models, ("/models", "/v1/models")),
         ("GET", props, ("/props",)),
         ("POST", post_props, ("/props",)),
         ("GET", slots, ("/slots",)),
+        ("GET", lora_adapters, ("/lora-adapters",)),
+        ("GET", missing, _MISSING["GET"]),
+        ("POST", missing, _MISSING["POST"]),
         ("POST", tokenize, ("/tokenize",)),
         ("POST", detokenize, ("/detokenize",)),
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import socket
 
@@ -12,6 +13,8 @@ from freetoken.server.state import ServerState
 __all__ = ["Job"]
 
 Item = tuple[Choice, list[Step]]
+
+log = logging.getLogger(__name__)
 
 
 class _Mailbox(queue.SimpleQueue[Event]):
@@ -63,10 +66,14 @@ class Job:
         except queue.Empty:
             return None
         choice = self._choices[index]
-        steps = choice.feed(event)
+        try:
+            steps = choice.feed(event)
+        finally:
+            if choice.is_done:
+                self._n_open -= 1
+                self._state.remove(choice)
         if choice.is_done:
-            self._n_open -= 1
-            self._state.remove(choice)
+            _log_end(choice, steps[-1])
         return choice, steps
 
     def first(self) -> Item:
@@ -102,3 +109,23 @@ class Job:
         self.cancel()
         for choice in self._choices:
             self._state.remove(choice)
+
+
+def _log_end(choice: Choice, step: Step) -> None:
+    """One line for a finished request."""
+    assert isinstance(step, Final)
+    t = step.timings
+    log.info(
+        "request %d on slot %d: prompt %d tokens (%d reused) in %.1f ms, %.1f tok/s; "
+        "generated %d tokens in %.1f ms, %.1f tok/s; stop: %s",
+        choice.request.id,
+        step.id_slot,
+        t.prompt_n,
+        t.cache_n,
+        t.prompt_ms,
+        1e3 * t.prompt_n / t.prompt_ms if t.prompt_ms > 0 else 0.0,
+        t.predicted_n,
+        t.predicted_ms,
+        1e3 * max(t.predicted_n - 1, 0) / t.predicted_ms if t.predicted_ms > 0 else 0.0,
+        step.stop_type,
+    )

@@ -30,6 +30,7 @@ __all__ = ["HttpServer"]
 log = logging.getLogger(__name__)
 
 _MIN_THREADS = 4
+_MAX_THREADS = 2048
 _BACKLOG = 512
 _SHUTDOWN_S = 1
 _HEADER_BYTES = 64 * 1024
@@ -41,7 +42,7 @@ class _Pool(ThreadPool):
     def put(self, obj: Any) -> None:
         pool: Any = self  # what cheroot's stubs leave out
         pool._clear_dead_threads()
-        if self.idle <= pool._queue.qsize():
+        if self.idle <= pool._queue.qsize() and len(pool._threads) < _MAX_THREADS:
             pool._threads.append(pool._spawn_worker())
         super().put(obj)
 

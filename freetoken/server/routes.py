@@ -1,4 +1,4 @@
-"""Routes that generate: /completion(s), /v1/completions, /(v1/)chat/completions, and /apply-template beside them."""
+"""Routes that generate: /completion(s), /v1/completions, /(v1/)chat/completions, and what renders a chat only."""
 
 from __future__ import annotations
 
@@ -47,11 +47,18 @@ def register(app: Flask, state: ServerState) -> None:
         kwargs = state.options.chat_template_kwargs
         return json_response({"prompt": render_prompt(parse_body(request), state.model.template, kwargs)})
 
+    def input_tokens() -> Response:
+        kwargs = state.options.chat_template_kwargs
+        prompt = render_prompt(parse_body(request), state.model.template, kwargs)
+        (tokens,) = tokenize_prompts(state.model.tokenizer, prompt)
+        return json_response({"input_tokens": len(tokens), "object": "response.input_tokens"})
+
     for view, paths in (
         (completion, ("/completion", "/completions")),
         (oai_completion, ("/v1/completions",)),
         (chat_completion, ("/chat/completions", "/v1/chat/completions")),
         (apply_template, ("/apply-template",)),
+        (input_tokens, ("/chat/completions/input_tokens", "/v1/chat/completions/input_tokens")),
     ):
         for path in paths:
             app.add_url_rule(path, path, view, methods=["POST"])

@@ -16,6 +16,7 @@ from freetoken.server.fields import (
     has,
     read_bool,
     read_int,
+    read_string,
     read_strings,
 )
 from freetoken.server.json import f32
@@ -127,6 +128,11 @@ def refuse_missing_features(body: Mapping[str, Any]) -> None:
             raise not_supported(f"Field '{name}' is not supported by this server yet")
     if has(body, "json_schema"):
         raise not_supported("Field 'json_schema' is not supported by this server yet")
+    for name in ("reasoning_budget_tokens", "thinking_budget_tokens"):
+        if read_int(body, name, -1, low=-1) >= 0:
+            raise not_supported(f"Field '{name}' is not supported by this server yet")
+    if read_string(body, "reasoning_format", "auto") not in ("auto", "none"):
+        raise not_supported("Field 'reasoning_format' is not supported by this server yet, except for 'none'")
     kind = body.get("response_format")
     if kind is not None and (not isinstance(kind, dict) or kind.get("type", "text") != "text"):
         raise not_supported("Field 'response_format' is not supported by this server yet, except for type 'text'")
