@@ -11,12 +11,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 
 import numpy as np
-import torch
 
 from freetoken import arch, native
 from freetoken.batch import Batch
 from freetoken.cpu.decode import Decoder
-from freetoken.cpu.prefill import PrefillOps, Stopped
+from freetoken.cpu.prefill import Prefill, Stopped
 from freetoken.errors import OptionError
 from freetoken.gguf import ModelFile
 from freetoken.kvcache import KVCache, KVShape, Sequence, n_pages_for
@@ -62,9 +61,8 @@ class Runner:
         self._pool = _pool(self.n_threads)
         is_same = self.n_threads_batch == self.n_threads
         self._pool_batch = self._pool if is_same else _pool(self.n_threads_batch)
-        torch.set_num_threads(self.n_threads_batch)
         self._decoder = Decoder(self._pool, self._model, self.cache, n_pages, options.n_planes)
-        self._prefill_ops = PrefillOps(self._pool_batch, self.cache, self._decoder.head_logits)
+        self._prefill = Prefill(self._pool_batch, self._model, self.cache, self._decoder.head_logits)
 
     def new_sequence(self) -> Sequence:
         """An empty sequence that the caller keeps, truncates for reuse, and releases."""
@@ -135,12 +133,7 @@ class Runner:
         is_short = n <= native.MAX_TOKENS
         n_outputs = 1 if want_logits or is_short else 0  # a program without outputs would be one more to record
         batch = Batch(np.asarray(chunk, np.int32), positions, [sequence.page_table] * n, n_outputs)
-        if is_short:
-            logits = self._decoder.run(batch)
-        else:
-            with torch.inference_mode():
-                self._prefill_ops.begin(batch, should_stop)
-                logits = self._model.forward(self._prefill_ops).numpy()
+        logits = self._decoder.run(batch) if is_short else self._prefill.run(batch, should_stop)
         return logits[0] if want_logits else None
 
 

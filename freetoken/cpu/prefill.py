@@ -1,8 +1,8 @@
 """Prefill: a chunk of more than 8 tokens of one sequence, in torch, fp32.
 
 Weights are decoded natively, a cache-sized tile at a time, and multiplied by torch; attention reads the sequence's
-pages. Only the head follows docs/numerics.md, through the decode recorder's `head_logits`. The runner calls `begin`
-and then the model's `forward`; nothing here knows an architecture.
+pages. Only the head follows docs/numerics.md, through `Decoder.head_logits`. The runner calls `Prefill.run`, which runs
+the model's `forward` over a `PrefillOps`; nothing here knows an architecture.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from freetoken import native
 from freetoken.batch import Batch
-from freetoken.blocks import Experts, Norm, RopeTable, Weight
+from freetoken.blocks import Experts, Model, Norm, RopeTable, Weight
 from freetoken.kvcache import PAGE, KVCache
 
-__all__ = ["PrefillOps", "Stopped"]
+__all__ = ["Prefill", "PrefillOps", "Stopped"]
 
 TILE_VALUES = 1 << 20
 """Values of a weight that are decoded before they are multiplied: 4 MiB, which stay in the cache."""
@@ -37,6 +37,22 @@ LogitsOfRows = Callable[[np.ndarray, Weight], np.ndarray]
 
 class Stopped(Exception):
     """The chunk was given up between two layers; the cache holds no more tokens than before."""
+
+
+class Prefill:
+    """Runs chunks of one sequence. Used by the engine thread only; torch's thread number is the pool's from now on."""
+
+    def __init__(self, pool: native.Pool, model: Model, cache: KVCache, head_logits: LogitsOfRows) -> None:
+        torch.set_num_threads(pool.n_threads)
+        self._model = model
+        self._ops = PrefillOps(pool, cache, head_logits)
+
+    def run(self, batch: Batch, should_stop: Callable[[], bool] | None = None) -> np.ndarray:
+        """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab]. Raises Stopped."""
+        with torch.inference_mode():
+            self._ops.begin(batch, should_stop)
+            logits: Tensor = self._model.forward(self._ops)
+            return np.asarray(logits.numpy())
 
 
 class PrefillOps:
@@ -106,7 +122,7 @@ class PrefillOps:
         return softcap * torch.tanh(x / softcap) if softcap else x
 
     def glu(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        return _activate(gate, activation).mul_(up)
+        return ACTIVATIONS[activation](gate).mul_(up)
 
     def gated_add(self, x: Tensor, gate: Tensor, base: Tensor) -> Tensor:
         return torch.addcmul(base, x, torch.sigmoid(gate))
@@ -264,7 +280,7 @@ class PrefillOps:
             rows = token_of[at : at + count]
             mine = x.index_select(0, rows)
             gate = self._expert_linear(mine, bank.gate, expert)
-            hidden = _activate(gate, activation).mul_(self._expert_linear(mine, bank.up, expert))
+            hidden = ACTIVATIONS[activation](gate).mul_(self._expert_linear(mine, bank.up, expert))
             y.index_add_(0, rows, self._expert_linear(hidden, bank.down, expert).mul_(weight_of[at : at + count]))
             at += count
         return y
@@ -275,5 +291,8 @@ class PrefillOps:
         return y
 
 
-def _activate(x: Tensor, activation: str) -> Tensor:
-    return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": _gelu}
