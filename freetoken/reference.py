@@ -17,8 +17,8 @@ __all__ = [
     "TYPE_CLASS",
     "Activation",
     "attention",
-    "experts",
     "exp",
+    "experts",
     "float_product",
     "gelu",
     "lanes8",
@@ -123,7 +123,7 @@ def quantize(x: F32, width: int, planes: int = 2) -> Activation:
 
 @dataclass(frozen=True)
 class _Form:
-    """A row's blocks: integers int64 [blocks, width], scales and minimums [blocks, 16] (class 256), factors [blocks]."""
+    """A row's blocks: integers [blocks, width], factors [blocks], scales and minimums [blocks, 16] of class 256."""
 
     n: I64
     d: F32
@@ -267,7 +267,7 @@ def _terms_256(w: _Form, x: Activation) -> F32:
     if w.m is None:
         return term
     a16 = x.a.reshape(-1, 16, 16).sum(axis=2)
-    return term - (w.m * x.dx) * _to_f32((np.asarray(w.mn) * a16).sum(axis=1))
+    return np.asarray(term - (w.m * x.dx) * _to_f32((np.asarray(w.mn) * a16).sum(axis=1)), dtype=f32)
 
 
 def terms(row: U8, x: Activation, type_: int) -> F32:
@@ -303,9 +303,9 @@ def exp(x: F32) -> F32:
         top = np.where(x > f32(88), f32(88), x)
         k = np.rint(top * f32(1.44269504088896341))
         r = (top - k * f32(0.693359375)) - k * f32(-2.12194440e-4)
-        p = np.full_like(x, f32(1.9875691500e-4))
+        p: F32 = np.full(x.shape, 1.9875691500e-4, dtype=f32)
         for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-            p = p * r + f32(c)
+            p = np.asarray(p * r + f32(c), dtype=f32)
         y = ((p * (r * r)) + r) + f32(1)
         scaled = np.ldexp(y, np.nan_to_num(np.clip(k, -126, 127)).astype(np.int32)).astype(f32)
     return np.where(x < f32(-87), f32(0), scaled).astype(f32)
@@ -408,7 +408,8 @@ def router(
     bias: F32 | None = None,
 ) -> tuple[NDArray[np.int32], F32]:
     """Ids and weights [n_used] of one token's experts, in rank order; `gate` as in blocks.Ops.route."""
-    prob = {"softmax": _softmax, "sigmoid": sigmoid, "softmax_chosen": np.asarray}[gate](logits)
+    gates: dict[str, Callable[[F32], F32]] = {"softmax": _softmax, "sigmoid": sigmoid, "softmax_chosen": np.copy}
+    prob = gates[gate](logits)
     score = prob if bias is None else prob + bias
     ids = np.argsort(-score, kind="stable")[:n_used].astype(np.int32)
     chosen = np.asarray(prob[ids], dtype=f32)
