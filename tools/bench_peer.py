@@ -25,6 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -38,6 +39,7 @@ __all__ = ["Result", "measure", "run_pairs"]
 N_PROMPT_SHORT = 16
 N_DECODE = 64
 N_PREFILL = 512
+MAX_OTHERS = 0.05
 PAUSE_S = 0.05
 """Between runs, so that no thread of the other side still spins."""
 BARS = {"SmolLM2 decode": 0.9, "SmolLM2 prompt": 1.5, "MoE decode": 0.8}
@@ -56,6 +58,8 @@ class Result:
     theirs: list[float]
     ratios: list[float]
     median_ratio: float
+    others_share: float
+    """Share of all processors' time that other processes took meanwhile; above MAX_OTHERS the figures say little."""
     note: str = ""
 
     @property
@@ -68,6 +72,8 @@ class Result:
         spread = f"{min(self.ratios):.2f}..{max(self.ratios):.2f}"
         ours, theirs = statistics.median(self.ours), statistics.median(self.theirs)
         verdict = "ok" if self.is_good else "MISSED"
+        if self.others_share > MAX_OTHERS:
+            verdict += f" (UNRELIABLE: other processes took {self.others_share:.0%} of the processors)"
         speeds = f"ours {ours:7.1f} tok/s  llama.cpp {theirs:7.1f} tok/s"
         return f"{self.name:15} {speeds}  ratio {self.median_ratio:.2f} ({spread})  bar {self.bar}  {verdict}"
 
@@ -83,6 +89,26 @@ def run_pairs(ours: Callable[[], float], theirs: Callable[[], float], n_pairs: i
             time.sleep(PAUSE_S)
             times.append(work())
     return a, b
+
+
+class OtherProcesses:
+    """Watches how much of the processors' time goes to others than this process."""
+
+    def __init__(self) -> None:
+        self.start = self._read()
+
+    def _read(self) -> tuple[float, float, float]:
+        """Seconds of all processors together: elapsed, busy, and those of this process."""
+        times = psutil.cpu_times()
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        own = psutil.Process().cpu_times()
+        elapsed = time.monotonic() * (psutil.cpu_count() or 1)
+        return elapsed, elapsed - idle, own.user + own.system
+
+    def share(self) -> float:
+        """Their share since the start, 0..1."""
+        elapsed, busy, own = (now - then for now, then in zip(self._read(), self.start, strict=True))
+        return min(max((busy - own) / max(elapsed, 1e-9), 0.0), 1.0)
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -119,12 +145,14 @@ def measure(name: str, path: Path, *, is_decode: bool, n_pairs: int, n_threads: 
 
         note = reads_per_token(ours) if ours.spec.is_moe else ""
         pair = (decode_ours, decode_theirs) if is_decode else (prefill_ours, prefill_theirs)
+        others = OtherProcesses()
         a, b = run_pairs(*pair, n_pairs)
+        share = others.share()
     n = len(rest) if is_decode else len(tokens)
     ratios = [theirs / mine for mine, theirs in zip(a, b, strict=True)]
     speeds_ours, speeds_theirs = [n / x for x in a], [n / x for x in b]
     median = statistics.median(ratios)
-    return Result(name, path.name, n, n_threads, BARS[name], speeds_ours, speeds_theirs, ratios, median, note)
+    return Result(name, path.name, n, n_threads, BARS[name], speeds_ours, speeds_theirs, ratios, median, share, note)
 
 
 def cpu_name() -> str:
