@@ -336,6 +336,11 @@ def test_template_variables(server: Served) -> None:
     assert server.post("/apply-template", body).status_code == 200
 
 
+def test_a_body_sent_in_chunks(server: Served) -> None:
+    response = requests.post(server.url + "/completion", data=iter([b'{"prompt"', b': "hi"}']), timeout=20)
+    assert response.json()["content"] == "Hello\nworld"
+
+
 def test_the_openai_client(server: Served) -> None:
     with openai.OpenAI(api_key="none", base_url=server.url + "/v1") as client:
         assert [model.id for model in client.models.list()] == ["tiny"]

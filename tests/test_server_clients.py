@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import socket
 import ssl
 import subprocess
@@ -264,12 +265,18 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return cert, key
 
 
-def test_tls(tokenizer: Tokenizer, certificate: tuple[Path, Path]) -> None:
+def test_tls(tokenizer: Tokenizer, certificate: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
     cert, key = certificate
     engine = endless(token_s=0.01)
     with serving(engine, tokenizer, ssl_cert_file=cert, ssl_key_file=key) as served:
         with socket.create_connection(("127.0.0.1", served.port)):  # says nothing and holds up nobody
             assert requests.get(served.url + "/health", verify=str(cert), timeout=5).json() == {"status": "ok"}
+        with socket.create_connection(("127.0.0.1", served.port), timeout=5) as plain:
+            plain.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                while plain.recv(4096):
+                    pass
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
         body = json.dumps(LONG).encode()
         context = ssl.create_default_context(cafile=cert)
         with contextlib.ExitStack() as stack:

@@ -72,6 +72,7 @@ class _Loader(threading.Thread):
         except Exception as error:
             if not isinstance(error, FreeTokenError):
                 log.error("loading failed", exc_info=error)
+                error = FreeTokenError(f"{self._model.path}: loading failed: {type(error).__name__}: {error}")
             self.failure = error
             self._stop_event.set()
 

@@ -59,7 +59,7 @@ class Number:
             raise invalid(f"Field '{name}': type must be number, but is {json_type(value)}")
         number: float | int
         if abs(value) > FLOAT_MAX:
-            raise invalid(f"Field '{name}': {value:.3g} is out of range")
+            raise invalid(f"Field '{name}': {str(value)[:20]} is out of range")
         number = int(value) if self.is_integer else float(value)
         if self.low <= number <= self.high:
             return number

@@ -9,6 +9,7 @@ import errno
 import logging
 import socket
 import ssl
+import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -115,7 +116,9 @@ class _Server(wsgi.Server):
         return sock
 
     def error_log(self, msg: str = "", level: int = logging.INFO, traceback: bool = False) -> None:
-        log.log(level if traceback else min(level, logging.DEBUG), "%s", msg, exc_info=traceback)
+        """A client's broken connection or bad TLS is no news; anything else with a traceback is an error of ours."""
+        is_ours = traceback and not isinstance(sys.exc_info()[1], OSError)
+        log.log(level if is_ours else logging.DEBUG, "%s", msg, exc_info=is_ours)
 
 
 class HttpServer:

@@ -62,7 +62,7 @@ def token_ids(tokenizer: Tokenizer, values: Any) -> list[int]:
         if not isinstance(value, int) or isinstance(value, bool):
             raise invalid(f"a token id must be an integer, but is {json_type(value)} ({str(value)[:40]})")
         if not 0 <= value < tokenizer.n_vocab:
-            raise invalid(f"token id {value} is outside the vocabulary of {tokenizer.n_vocab} tokens")
+            raise invalid(f"token id {str(value)[:20]} is outside the vocabulary of {tokenizer.n_vocab} tokens")
     return values
 
 
