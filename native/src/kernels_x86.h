@@ -543,10 +543,11 @@ FT_INLINE F8 segment(F8 v, int from, int to, int shift) {
 template <class Act>
 inline void wrapped_scales(const void *act, int64_t nb, float *dx, float *sx) {
   const float *from = act_scales(act, kClassOf<Act>, nb);
-  for (int64_t i = 0; i < nb + 8; ++i) {
-    dx[i] = from[i % nb];
-    if (kClassOf<Act> == 32) sx[i] = from[pad8(nb) + i % nb];
-  }
+  std::memcpy(dx, from, size_t(nb) * 4);
+  for (int64_t i = nb; i < nb + 8; ++i) dx[i] = dx[i - nb];
+  if (kClassOf<Act> != 32) return;
+  std::memcpy(sx, from + pad8(nb), size_t(nb) * 4);
+  for (int64_t i = nb; i < nb + 8; ++i) sx[i] = sx[i - nb];
 }
 
 // Rows whose blocks do not fill groups of eight lie one behind the other, so groups run on across their ends; each
