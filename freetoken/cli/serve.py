@@ -31,7 +31,7 @@ __all__ = ["add_arguments", "run"]
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.01
-_GRACE_S = 2.0
+_GRACE_S = 1.0
 """How long stopping waits for the engine before the process ends without it."""
 
 

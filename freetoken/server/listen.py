@@ -5,6 +5,7 @@ Headers of a stream go out before its first chunk is there, and TLS handshakes r
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import socket
@@ -34,6 +35,7 @@ _MIN_THREADS = 4
 _MAX_THREADS = 2048
 _BACKLOG = 512
 _SHUTDOWN_S = 1
+_KNOCK_S = 0.2
 _HEADER_BYTES = 64 * 1024
 
 
@@ -114,6 +116,15 @@ class _Server(wsgi.Server):
             raise
         self.bind_addr = self.resolve_real_bind_addr(sock)  # type: ignore[no-untyped-call]
         return sock
+
+    def stop(self) -> None:
+        """As cheroot's, but the accepting thread is woken instead of waited for."""
+        server: Any = self  # what cheroot's stubs leave out
+        server._connections._stop_requested = True
+        with contextlib.suppress(OSError), socket.socket(self.socket.family) as knock:
+            knock.settimeout(_KNOCK_S)
+            knock.connect(self.socket.getsockname())
+        super().stop()
 
     def error_log(self, msg: str = "", level: int = logging.INFO, traceback: bool = False) -> None:
         """A client's broken connection or bad TLS is no news; anything else with a traceback is an error of ours."""
