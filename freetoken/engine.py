@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from freetoken import native
 from freetoken.errors import ContextExceededError, EngineError, FreeTokenError, NotReadyError, RequestError
 from freetoken.gguf import ModelFile, open_model
 from freetoken.kvcache import KVCacheFull, Sequence
@@ -203,7 +204,13 @@ class Engine:
         self._runner.warm_up()
         self._load_progress = 1.0
         logger.info(
-            "model loaded in %.2f s: %d slots of %d tokens", time.monotonic() - started, self.n_slots, self._n_ctx
+            "%s: %d slots of %d tokens, %d threads, %s kernels, weights ready in %.2f s",
+            self._spec.architecture,
+            self.n_slots,
+            self._n_ctx,
+            self._runner.n_threads,
+            native.variant(),
+            time.monotonic() - started,
         )
 
     def _step(self) -> None:

@@ -365,7 +365,7 @@ from freetoken.cli.main import main
 from freetoken.errors import EngineError
 from freetoken.request import EngineState
 
-def make_engine(model, options):
+def make_engine(model, options, tokenizer):
     time.sleep({delay})
     engine = FakeEngine(says("Hello", ends={ends}), eos=IM_END, is_endless=not {ends}, token_s=0.01, n_ctx=10**6)
     if {fails}:

@@ -232,6 +232,11 @@ def test_our_logits_are_closer_than_llama_cpps(tmp_path: Path) -> None:
     assert all(row.is_good for row in rows), "\n".join(row.line() for row in rows)
 
 
+@pytest.mark.weights
+def test_smollm2_knows_the_capital(smollm2_path: Path) -> None:
+    assert "Paris" in parity.ask_capital(smollm2_path)[0]
+
+
 def test_pairs_take_turns() -> None:
     order: list[str] = []
     ours, theirs = bench_peer.run_pairs(

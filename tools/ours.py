@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -61,7 +61,7 @@ class Ours:
         """Append one token by the decode path; fp32 logits [n_vocab]."""
         return np.asarray(self.runner.decode([self.sequence], [token])[0])
 
-    def greedy(self, tokens: Sequence[int], n_predict: int, stop: Sequence[int]) -> list[int]:
+    def greedy(self, tokens: Sequence[int], n_predict: int, stop: Container[int]) -> list[int]:
         """The most likely continuation from an empty sequence; ends after a token of `stop`."""
         self.clear()
         logits = self.prefill(tokens)

@@ -21,14 +21,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import jinja2.sandbox
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from freetoken.chat import load_template, prompt_tokens
+from freetoken.tokenizer import Tokenizer
 from tools.dequantise import dequantise_file
 from tools.ours import Ours
-from tools.peer import Peer
+from tools.peer import Peer, threads_for
 from tools.tiny_models import ARCHITECTURES, write
 
 __all__ = ["Row", "compare_exact", "compare_quantised", "kl_divergence", "relative_error"]
@@ -106,14 +107,14 @@ def relative_error(reference: np.ndarray, logits: np.ndarray) -> float:
 
 def prompt_peer(path: Path, tokens: Sequence[int], *, exact_gelu: bool = False) -> dict[int, np.ndarray]:
     """llama.cpp's logits after each of LENGTHS tokens, prompt in one batch, f32 cache, no flash attention."""
-    with Peer(path, n_ctx=512, exact=True, exact_gelu=exact_gelu) as peer:
+    with Peer(path, n_ctx=512, n_threads=threads_for(path), exact=True, exact_gelu=exact_gelu) as peer:
         every = peer.decode(tokens, every=True)
     return {n: every[n - 1] for n in LENGTHS}
 
 
 def stepwise_peer(path: Path, tokens: Sequence[int]) -> dict[int, np.ndarray]:
     """llama.cpp's logits after each of LENGTHS tokens, one token at a time."""
-    with Peer(path, n_ctx=512, exact=True) as peer:
+    with Peer(path, n_ctx=512, n_threads=threads_for(path), exact=True) as peer:
         every = [peer.decode([token]) for token in tokens]
     return {n: every[n - 1] for n in LENGTHS}
 
@@ -171,20 +172,17 @@ def compare_quantised(name: str, type_name: str, path: Path, tokens: Sequence[in
     return rows
 
 
-def chat_prompt(ours: Ours) -> str:
-    """QUESTION through the file's chat template, ready for the answer."""
-    source = ours.file.metadata.get_str("tokenizer.chat_template")
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    messages = [{"role": "user", "content": QUESTION}]
-    return environment.from_string(source).render(messages=messages, add_generation_prompt=True)
-
-
 def ask_capital(path: Path) -> tuple[str, str]:
-    """Our and llama.cpp's answer to QUESTION at temperature 0."""
-    with Ours(path, n_ctx=512) as ours, Peer(path, n_ctx=512) as peer:
-        tokens = peer.tokenize(chat_prompt(ours))
-        stop = [peer.tokenize("<|im_end|>")[0]]
-        return peer.text(ours.greedy(tokens, 48, stop)), peer.text(peer.greedy(tokens, 48))
+    """Our and llama.cpp's answer to QUESTION, through the file's chat template, at temperature 0."""
+    tokenizer = Tokenizer(path)
+    messages = [{"role": "user", "content": QUESTION}]
+    tokens = prompt_tokens(tokenizer, load_template(None, tokenizer), messages)
+    with Ours(path, n_ctx=512) as ours:
+        answer = tokenizer.decode(ours.greedy(tokens, 48, tokenizer.eog_tokens))
+    with Peer(path, n_ctx=512, n_threads=2) as peer:
+        theirs = peer.text(peer.greedy(tokens, 48))
+    tokenizer.close()
+    return answer, theirs
 
 
 def tiny_rows(architectures: Sequence[str], types: Sequence[str], folder: Path) -> list[Row]:

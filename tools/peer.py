@@ -14,11 +14,16 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-__all__ = ["Peer", "silence", "system_info"]
+__all__ = ["Peer", "silence", "system_info", "threads_for"]
 
 
 Capture = tuple[tuple[str, ...], Callable[[str, np.ndarray], None]]
 """Prefixes of tensor names wanted from every forward pass, and who gets (name, values [rows, width])."""
+
+
+def threads_for(path: Path) -> int:
+    """One thread for tiny files, where the hand-over costs more than the work; else two."""
+    return 1 if path.stat().st_size < 1 << 26 else 2
 
 
 class Tensor(ctypes.Structure):
@@ -109,7 +114,7 @@ class Peer:
         path: str | Path,
         *,
         n_ctx: int = 1024,
-        n_threads: int = 2,
+        n_threads: int = 1,
         exact: bool = False,
         n_ubatch: int = 512,
         capture: Capture | None = None,

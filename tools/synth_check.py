@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.peer import Peer
+from tools.peer import Peer, threads_for
 
 __all__ = ["check", "hit_rate", "overlap", "sample_routes"]
 
@@ -53,7 +53,9 @@ def sample_routes(path: Path, n_layer: int, n_tokens: int, seed: int = 0) -> tup
         seen.setdefault(name, []).append(values[0])
 
     spread = []
-    with Peer(path, n_ctx=n_tokens + 8, capture=(("ffn_moe_topk-", "l_out-"), keep)) as peer:
+    with Peer(
+        path, n_ctx=n_tokens + 8, n_threads=threads_for(path), capture=(("ffn_moe_topk-", "l_out-"), keep)
+    ) as peer:
         token = int(rng.integers(peer.n_vocab - 3))
         for _ in range(n_tokens):
             logits = peer.decode([token])

@@ -61,7 +61,7 @@ class _Loader(threading.Thread):
             served = read_model(self._model)
             if self._stop_event.is_set():
                 return
-            self.engine = make_engine(self._model, self._engine_options)
+            self.engine = make_engine(self._model, self._engine_options, served.tokenizer)
             self.engine.start()
             self._state.attach(served, self.engine)
             while self.engine.state is EngineState.LOADING and not self._stop_event.is_set():
@@ -146,11 +146,11 @@ def ftype_name(file_type: int) -> str:
     return f"{stem} - {sizes[size]}" if size in sizes and stem.startswith("Q") else name
 
 
-def make_engine(model: ModelOptions, options: EngineOptions) -> _Engine:
+def make_engine(model: ModelOptions, options: EngineOptions, tokenizer: Tokenizer) -> _Engine:
     """The one late import: torch comes with the engine, and the port must be open before."""
     from freetoken.engine import Engine
 
-    return Engine(model, options)
+    return Engine(model, options, tokenizer)
 
 
 def close(state: ServerState, server: HttpServer, loader: _Loader) -> None:
