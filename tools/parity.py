@@ -32,7 +32,7 @@ from tools.ours import Ours
 from tools.peer import Peer, threads_for
 from tools.tiny_models import ARCHITECTURES, write
 
-__all__ = ["Row", "compare_exact", "compare_quantised", "kl_divergence", "relative_error"]
+__all__ = ["Row", "compare_exact", "compare_quantised", "kl_divergence", "our_answer", "relative_error"]
 
 LENGTHS = (8, 64, 300)
 TYPES = ("F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
@@ -172,17 +172,20 @@ def compare_quantised(name: str, type_name: str, path: Path, tokens: Sequence[in
     return rows
 
 
-def ask_capital(path: Path) -> tuple[str, str]:
-    """Our and llama.cpp's answer to QUESTION, through the file's chat template, at temperature 0."""
+def our_answer(path: Path) -> tuple[list[int], str]:
+    """QUESTION through the file's chat template as token ids, and our answer at temperature 0."""
     tokenizer = Tokenizer(path)
-    messages = [{"role": "user", "content": QUESTION}]
-    tokens = prompt_tokens(tokenizer, load_template(None, tokenizer), messages)
+    tokens = prompt_tokens(tokenizer, load_template(None, tokenizer), [{"role": "user", "content": QUESTION}])
     with Ours(path, n_ctx=512) as ours:
         answer = tokenizer.decode(ours.greedy(tokens, 48, tokenizer.eog_tokens))
-    with Peer(path, n_ctx=512, n_threads=2) as peer:
-        theirs = peer.text(peer.greedy(tokens, 48))
     tokenizer.close()
-    return answer, theirs
+    return tokens, answer
+
+
+def peer_answer(path: Path, tokens: Sequence[int]) -> str:
+    """llama.cpp's answer to the same tokens, by its defaults."""
+    with Peer(path, n_ctx=512, n_threads=2) as peer:
+        return peer.text(peer.greedy(tokens, 48))
 
 
 def tiny_rows(architectures: Sequence[str], types: Sequence[str], folder: Path) -> list[Row]:
@@ -212,7 +215,8 @@ def smollm2_rows(path: Path, folder: Path) -> tuple[list[Row], dict[str, str]]:
     rows = compare_quantised("SmolLM2-135M", "Q4_1", path, tokens, folder)
     for row in rows:
         print(row.line(), flush=True)
-    ours, theirs = ask_capital(path)
+    question, ours = our_answer(path)
+    theirs = peer_answer(path, question)
     print(f"{QUESTION}\n  ours:      {ours!r}\n  llama.cpp: {theirs!r}")
     return rows, {"question": QUESTION, "ours": ours, "llama.cpp": theirs}
 
