@@ -8,13 +8,12 @@ token, rows contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["Act", "Experts", "Norm", "Ops", "RopeTable", "Weight"]
+__all__ = ["Act", "Experts", "Model", "Norm", "Ops", "RopeTable", "Weight"]
 
 Act = Any
 """An activation of one forward pass; opaque to architecture files."""
@@ -98,10 +97,10 @@ class Ops(Protocol):
         """x * factor, then softcap * tanh(x / softcap) where softcap is not 0."""
 
     def glu(self, gate: Act, up: Act, activation: str) -> Act:
-        """act(gate) * up; activation "silu" or "gelu" (tanh form)."""
+        """act(gate) * up; activation "silu" or "gelu" (tanh form). May work in place: gate is spent."""
 
     def rope(self, x: Act, n_head: int, table: RopeTable) -> Act:
-        """Rotate each head of x [n, n_head * head_dim] for the batch's positions."""
+        """Rotate each head of x [n, n_head * head_dim] for the batch's positions. May work in place: x is spent."""
 
     def attention(
         self,
@@ -139,7 +138,7 @@ class Ops(Protocol):
         """base + x * sigmoid(gate), gate [n, 1]."""
 
     def outputs(self, x: Act) -> Act:
-        """Only the rows whose logits are wanted: [n_out, width]."""
+        """Only the rows whose logits are wanted, the batch's last n_out: [n_out, width]."""
 
     def head(self, x: Act, weight: Weight) -> Act:
         """Logits [n_out, n_vocab], by the arithmetic of docs/numerics.md in every implementation."""
@@ -150,6 +149,3 @@ class Model(Protocol):
 
     def forward(self, ops: Ops) -> Act:
         """Logits of one forward pass."""
-
-
-Layers = Sequence[Any]
