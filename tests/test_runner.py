@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,10 +84,7 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
 
 @contextmanager
 def kernels(name: str) -> Iterator[None]:
-    try:
-        native.set_variant(name)
-    except EngineError:
-        pytest.skip(f"{name} needs a processor that has it")
+    native.set_variant(name)
     try:
         yield
     finally:
@@ -284,3 +283,48 @@ def test_warming_up_leaves_nothing_behind(paths: dict[str, Path]) -> None:
     with running(paths["llama"]) as runner:
         runner.warm_up()
         assert runner.cache.n_held == 0
+
+
+# --- a real model ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.weights
+def test_smollm2_steps_agree_with_its_prompt(smollm2_path: Path) -> None:
+    tokens = prompt(60)
+    with running(smollm2_path, n_threads=2) as runner:
+        want, found = (x.astype(np.float64) for x in (prefill_of(runner, tokens), steps_of(runner, tokens)[-1]))
+    logp, logq = (x - x.max() - np.log(np.exp(x - x.max()).sum()) for x in (want, found))
+    assert np.sum(np.exp(logp) * (logp - logq)) < 2e-6
+    assert relative(found, want) < 1e-3
+
+
+MEMORY_SCRIPT = """
+import sys
+from freetoken.gguf import open_model
+from freetoken.options import EngineOptions
+from freetoken.runner import Runner
+from freetoken.spec import read_spec
+
+file = open_model(sys.argv[1])
+runner = Runner(file, read_spec(file), EngineOptions(n_ctx=2048, n_threads=2), n_ctx=2048, n_sequences=4)
+runner.warm_up()
+sequence = runner.new_sequence()
+runner.prefill(sequence, list(range(100, 2100))[:2000])
+runner.decode([sequence], [7])
+resident, of_model, name = 0, 0, ""
+for line in open("/proc/self/smaps"):
+    key, *values = line.split()
+    if "-" in key and not key.endswith(":"):
+        name = values[-1]
+    elif key == "Rss:":
+        resident += int(values[0])
+        of_model += int(values[0]) if name.endswith(".gguf") else 0
+print((resident - of_model) / 1024)
+"""
+
+
+@pytest.mark.weights
+def test_smollm2_with_2048_positions_fits_beside_its_file(smollm2_path: Path) -> None:
+    command = [sys.executable, "-c", MEMORY_SCRIPT, str(smollm2_path)]
+    found = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    assert float(found.stdout) < 400, "MiB, torch included; the server may add 50"
