@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from freetoken import arch
+from freetoken import runner as runner_module
 from freetoken.errors import ModelFileError
 from freetoken.gguf import ModelFile, open_model
 from freetoken.options import EngineOptions
@@ -37,6 +38,12 @@ def divergence(want: np.ndarray, found: np.ndarray) -> float:
 
 def some_tokens(n: int, n_vocab: int) -> list[int]:
     return [int(t) for t in np.random.default_rng(1).integers(3, n_vocab, n)]
+
+
+@pytest.fixture(autouse=True)
+def torch_from_nine_tokens_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short prompts go through torch too, so that they test it."""
+    monkeypatch.setattr(runner_module, "MAX_STEPPED", 8)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from freetoken import native
+from freetoken import runner as runner_module
 from freetoken.cpu import prefill
 from freetoken.errors import EngineError, OptionError
 from freetoken.gguf import open_model
@@ -40,6 +41,12 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         name: tiny_models.write(folder / f"{name}.gguf", arch, file_type=file_type)
         for name, (arch, file_type) in FILES.items()
     }
+
+
+@pytest.fixture(autouse=True)
+def torch_from_nine_tokens_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short prompts go through torch too, so that they test it."""
+    monkeypatch.setattr(runner_module, "MAX_STEPPED", 8)
 
 
 @contextmanager
@@ -138,6 +145,16 @@ def test_a_short_prompt_gives_the_same_bits_as_its_tokens_one_by_one(name: str, 
         want = steps_of(runner, tokens)
         for n in range(1, 9):
             assert np.array_equal(prefill_of(runner, tokens[:n]), want[n - 1])
+
+
+def test_a_prompt_of_some_steps_gives_their_bits(paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    n = runner_module.MAX_STEPPED
+    tokens = prompt(n + 1)
+    with running(paths["mixed"]) as runner:
+        steps = steps_of(runner, tokens)
+        assert np.array_equal(prefill_of(runner, tokens[:n]), steps[n - 1])
+        assert 0 < relative(prefill_of(runner, tokens), steps[n]) < 2e-3
 
 
 def test_steps_cross_pages_and_splits(paths: dict[str, Path]) -> None:
