@@ -1,14 +1,14 @@
 """The tree of exceptions. Every message says where, what was found, what was expected and what to do.
 
-    FreeTokenError
-    ├── OptionError            a flag or option with a bad value              exit code 2
-    ├── ModelFileError         the file is not a usable model file            exit code 1
-    │   ├── UnsupportedModelError   a sound file that we cannot run           exit code 1
-    │   └── MissingShardError       one file of a split model is not there    exit code 1
-    ├── RequestError           what a client sent is wrong                    HTTP 4xx
-    │   └── ContextExceededError    prompt longer than the context            HTTP 400
-    ├── NotReadyError          the model is still loading                     HTTP 503
-    └── EngineError            the engine failed while working for a request  HTTP 500
+FreeTokenError
+├── OptionError            a flag or option with a bad value              exit code 2
+├── ModelFileError         the file is not a usable model file            exit code 1
+│   ├── UnsupportedModelError   a sound file that we cannot run           exit code 1
+│   └── MissingShardError       one file of a split model is not there    exit code 1
+├── RequestError           what a client sent is wrong                    HTTP 4xx
+│   └── ContextExceededError    prompt longer than the context            HTTP 400
+├── NotReadyError          the model is still loading                     HTTP 503
+└── EngineError            the engine failed while working for a request  HTTP 500
 """
 
 from __future__ import annotations

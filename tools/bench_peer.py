@@ -2,7 +2,8 @@
 
 Decode feeds fixed tokens one by one after a short prompt, prefill takes 512 at once; nothing is sampled on either
 side, and both start each run from an empty sequence. llama.cpp has llama-server's defaults (f16 cache, flash attention
-chosen by itself). A ratio above 1 means that we are faster. Exit code 1 when a bar is missed.
+chosen by itself), and each engine a process of its own with its own OpenMP settings (tools/bench_worker.py). A ratio
+above 1 means that we are faster. Exit code 1 when a bar is missed.
 
     python tools/bench_peer.py --smollm2 FILE --moe FILE [--pairs 7] [--threads 2] [--json FILE]
 
@@ -14,8 +15,10 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,24 +27,24 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-import numpy as np
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from freetoken import native
+from freetoken.gguf import open_model
+from freetoken.spec import read_spec
 from tools import synth_moe
-from tools.ours import Ours
-from tools.peer import Peer, system_info
+from tools.bench_worker import N_DECODE, N_PREFILL
+from tools.peer import system_info
 
 __all__ = ["Result", "measure", "run_pairs"]
 
-N_PROMPT_SHORT = 16
-N_DECODE = 64
-N_PREFILL = 512
 MAX_OTHERS = 0.05
-PAUSE_S = 0.05
+PAUSE_S = 0.3
 """Between runs, so that no thread of the other side still spins."""
+OPENMP_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS")
+"""Left unset for both workers: each engine chooses for itself."""
 BARS = {"SmolLM2 decode": 0.9, "SmolLM2 prompt": 1.5, "MoE decode": 0.8}
 
 
@@ -101,9 +104,10 @@ class OtherProcesses:
         """Seconds of all processors together: elapsed, busy, and those of this process."""
         times = psutil.cpu_times()
         idle = times.idle + getattr(times, "iowait", 0.0)
-        own = psutil.Process().cpu_times()
         elapsed = time.monotonic() * (psutil.cpu_count() or 1)
-        return elapsed, elapsed - idle, own.user + own.system
+        process = psutil.Process()
+        own = [p.cpu_times() for p in (process, *process.children())]
+        return elapsed, elapsed - idle, sum(t.user + t.system for t in own)
 
     def share(self) -> float:
         """Their share since the start, 0..1."""
@@ -111,47 +115,53 @@ class OtherProcesses:
         return min(max((busy - own) / max(elapsed, 1e-9), 0.0), 1.0)
 
 
-def timed(work: Callable[[], object]) -> float:
-    """Seconds that `work` takes."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+class Worker:
+    """One engine with one model in its own process; `run(test)` gives its seconds. A context manager."""
+
+    def __init__(self, side: str, path: Path, n_threads: int) -> None:
+        script = Path(__file__).with_name("bench_worker.py")
+        environment = {k: v for k, v in os.environ.items() if k not in OPENMP_VARIABLES}
+        self._process = subprocess.Popen(
+            [sys.executable, str(script), side, str(path), str(n_threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self._answer()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the benchmark's worker ended with code {self._process.wait()}")
+        return line
+
+    def run(self, test: str) -> float:
+        """Seconds of one run of a test."""
+        assert self._process.stdin is not None
+        print(test, file=self._process.stdin, flush=True)
+        return float(self._answer())
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.communicate()
 
 
 def measure(name: str, path: Path, *, is_decode: bool, n_pairs: int, n_threads: int) -> Result:
     """Run one test in pairs; the same random tokens for both sides."""
-    n_ctx = 1024
-    with Ours(path, n_ctx=n_ctx, n_threads=n_threads) as ours, Peer(path, n_ctx=n_ctx, n_threads=n_threads) as peer:
-        tokens = [int(t) for t in np.random.default_rng(1).integers(0, peer.n_vocab - 3, N_PREFILL)]
-        prompt, rest = tokens[:N_PROMPT_SHORT], tokens[N_PROMPT_SHORT : N_PROMPT_SHORT + N_DECODE]
-
-        def decode_ours() -> float:
-            ours.clear()
-            ours.prefill(prompt)
-            return timed(lambda: [ours.step(token).argmax() for token in rest])
-
-        def decode_theirs() -> float:
-            peer.clear()
-            peer.decode(prompt)
-            return timed(lambda: [peer.decode([token]).argmax() for token in rest])
-
-        def prefill_ours() -> float:
-            ours.clear()
-            return timed(lambda: ours.prefill(tokens))
-
-        def prefill_theirs() -> float:
-            peer.clear()
-            return timed(lambda: peer.decode(tokens))
-
-        note = reads_per_token(ours) if ours.spec.is_moe else ""
-        pair = (decode_ours, decode_theirs) if is_decode else (prefill_ours, prefill_theirs)
+    test = "decode" if is_decode else "prompt"
+    with Worker("ours", path, n_threads) as ours, Worker("peer", path, n_threads) as peer:
         others = OtherProcesses()
-        a, b = run_pairs(*pair, n_pairs)
+        a, b = run_pairs(lambda: ours.run(test), lambda: peer.run(test), n_pairs)
         share = others.share()
-    n = len(rest) if is_decode else len(tokens)
+    n = N_DECODE if is_decode else N_PREFILL
     ratios = [theirs / mine for mine, theirs in zip(a, b, strict=True)]
     speeds_ours, speeds_theirs = [n / x for x in a], [n / x for x in b]
     median = statistics.median(ratios)
+    note = reads_per_token(path)
     return Result(name, path.name, n, n_threads, BARS[name], speeds_ours, speeds_theirs, ratios, median, share, note)
 
 
@@ -178,12 +188,16 @@ def machine() -> dict[str, str]:
     }
 
 
-def reads_per_token(ours: Ours) -> str:
-    """What one decoded token reads of a mixture-of-experts file, and which share of it are experts."""
-    sizes = {name: tensor.n_bytes for name, tensor in ours.file.tensors.items() if name != "token_embd.weight"}
-    experts = sum(n for name, n in sizes.items() if "_exps." in name) * ours.spec.n_expert_used // ours.spec.n_expert
+def reads_per_token(path: Path) -> str:
+    """What one decoded token reads of a mixture-of-experts file, and which share of it are experts; else ""."""
+    with open_model(path) as file:
+        spec = read_spec(file)
+        sizes = {name: tensor.n_bytes for name, tensor in file.tensors.items() if name != "token_embd.weight"}
+    if not spec.is_moe:
+        return ""
+    experts = sum(n for name, n in sizes.items() if "_exps." in name) * spec.n_expert_used // spec.n_expert
     total = experts + sum(n for name, n in sizes.items() if "_exps." not in name)
-    return f"{ours.spec.name}: a token reads {total / 1e6:.0f} MB, {experts / total:.0%} of them experts"
+    return f"{spec.name}: a token reads {total / 1e6:.0f} MB, {experts / total:.0%} of them experts"
 
 
 def moe_file(wish: str, folder: Path) -> Path:

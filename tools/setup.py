@@ -46,7 +46,7 @@ def run_step(title: str, command: list[str]) -> None:
 def main() -> None:
     """Usage: setup.py VENV."""
     venv = Path(sys.argv[1])
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - whatever Python the Makefile found
         sys.exit(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.12 ...")
     LOG.parent.mkdir(exist_ok=True)
     print("Setting up FreeToken for GGUF (once; llama-cpp-python is compiled, which takes 5 to 10 minutes)", flush=True)

@@ -12,7 +12,9 @@ from typing import Protocol
 
 import numpy as np
 
+from freetoken import native
 from freetoken.blocks import Act, Experts, Norm, Ops, RopeTable, Weight
+from freetoken.errors import UnsupportedModelError
 from freetoken.gguf import ModelFile
 from freetoken.spec import ModelSpec
 
@@ -39,6 +41,11 @@ class Weights:
     def stacked(self, name: str, n: int) -> Weight:
         """n matrices in one tensor."""
         t = self._file.tensor(f"{self._prefix}{name}.weight")
+        if not native.can_decode(t.type):
+            raise UnsupportedModelError(
+                f"{self._file.path}: tensor {t.name!r} has the type {t.type_name}, which neither our kernels nor the "
+                "installed llama-cpp-python decode: convert the file to another type, or update llama-cpp-python"
+            )
         return Weight(t.name, t.type, t.rows // n, t.shape[0], t.row_bytes, t.data)
 
     def norm(self, name: str) -> Norm:
