@@ -8,10 +8,12 @@ token, rows contiguous.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+
+from freetoken.spec import cos_sin
 
 __all__ = ["Act", "Experts", "Model", "Norm", "Ops", "RopeTable", "Weight"]
 
@@ -59,24 +61,39 @@ class Experts:
     down: Weight
 
 
+ROPE_BLOCK = 256
+"""Positions whose cosines and sines are computed at once."""
+MAX_ROPE_BLOCKS = 32
+"""Blocks that a table keeps: 4 MiB at a rotation of 128 values."""
+
+
 @dataclass(frozen=True)
 class RopeTable:
     """Rotation of one kind of layer: `cos_sin(positions)` gives fp32 [n, 2, n_rot / 2], computed in binary64.
 
     `inv_freq` binary64 [n_rot / 2] (scaling, llama3 factors and YaRN ramp applied), `mscale` YaRN's attention factor,
-    `is_neox` whether pairs are halves of the head or neighbours.
+    `is_neox` whether pairs are halves of the head or neighbours. Used by the engine thread only.
     """
 
     n_rot: int
     inv_freq: np.ndarray
     mscale: float
     is_neox: bool
+    _blocks: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """By number: fp32 [ROPE_BLOCK, 2, n_rot / 2]; the one made first goes first."""
 
     def cos_sin(self, positions: np.ndarray) -> np.ndarray:
         """Cosines and sines of int positions [n]: fp32 [n, 2, n_rot / 2]."""
-        theta = positions.astype(np.float64)[:, None] * self.inv_freq[None, :]
-        table = np.stack([np.cos(theta), np.sin(theta)], axis=1) * self.mscale
-        return np.ascontiguousarray(table, dtype=np.float32)
+        return np.stack([self._block(at // ROPE_BLOCK)[at % ROPE_BLOCK] for at in positions.tolist()])
+
+    def _block(self, number: int) -> np.ndarray:
+        if number not in self._blocks:
+            if len(self._blocks) == MAX_ROPE_BLOCKS:
+                del self._blocks[next(iter(self._blocks))]
+            positions = np.arange(number * ROPE_BLOCK, (number + 1) * ROPE_BLOCK, dtype=np.float64)
+            table = np.stack(cos_sin(positions[:, None] * self.inv_freq), axis=1) * self.mscale
+            self._blocks[number] = table.astype(np.float32)
+        return self._blocks[number]
 
 
 class Ops(Protocol):

@@ -4,6 +4,7 @@
 How each architecture is treated follows llama.cpp (llama-model.cpp, llama-context.cpp, models/*.cpp of b11434).
 """
 
+from freetoken.spec.angles import cos_sin
 from freetoken.spec.model import SUPPORTED, ModelSpec, read_architecture, read_spec
 from freetoken.spec.rope import Rope, RopeValues, rope_table
 from freetoken.spec.tensors import check_tensors
@@ -14,6 +15,7 @@ __all__ = [
     "Rope",
     "RopeValues",
     "check_tensors",
+    "cos_sin",
     "read_architecture",
     "read_spec",
     "rope_table",

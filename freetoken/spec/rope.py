@@ -13,6 +13,7 @@ import numpy as np
 
 from freetoken.errors import ModelFileError, UnsupportedModelError
 from freetoken.gguf import Metadata
+from freetoken.spec.angles import log, powers
 
 __all__ = ["Rope", "RopeValues", "read_rope", "rope_table"]
 
@@ -90,7 +91,7 @@ def rope_table(rope: Rope, *, is_sliding: bool = False, freq_factors: np.ndarray
     half = rope.n_rot // 2
     base = rope.freq_base_swa if is_sliding else rope.freq_base
     freq_scale = 1.0 if is_sliding else 1.0 / rope.factor
-    extrapolated = base ** (-2.0 * np.arange(half, dtype=np.float64) / rope.n_rot)
+    extrapolated = powers(base, -2.0 * np.arange(half, dtype=np.float64) / rope.n_rot)
     if freq_factors is not None:
         factors = freq_factors.astype(np.float64).ravel()
         if len(factors) != half or not np.all(np.isfinite(factors) & (factors > 0)):
@@ -102,20 +103,20 @@ def rope_table(rope: Rope, *, is_sliding: bool = False, freq_factors: np.ndarray
     low, high = _corrected_range(rope, base)
     ramp = np.clip((np.arange(half) - low) / max(0.001, high - low), 0.0, 1.0)
     mix = (1.0 - ramp) * rope.ext_factor
-    mscale *= _yarn_magnitude(rope.factor) / (1.0 + 0.1 * math.log(rope.factor))
-    mscale *= 1.0 + 0.1 * math.log(1.0 / freq_scale)
+    mscale *= _yarn_magnitude(rope.factor) / (1.0 + 0.1 * log(rope.factor))
+    mscale *= 1.0 + 0.1 * log(1.0 / freq_scale)
     return RopeValues(rope.n_rot, extrapolated * (freq_scale * (1.0 - mix) + mix), mscale, rope.is_neox)
 
 
 def _yarn_magnitude(factor: float) -> float:
-    return 1.0 if factor <= 1.0 else 0.1 * math.log(factor) + 1.0
+    return 1.0 if factor <= 1.0 else 0.1 * log(factor) + 1.0
 
 
 def _corrected_range(rope: Rope, base: float) -> tuple[float, float]:
     """The frequency numbers between which YaRN passes from extrapolation to interpolation."""
 
     def dimension(n_turns: float) -> float:
-        return rope.n_rot * math.log(rope.n_ctx_orig / (n_turns * 2 * math.pi)) / (2 * math.log(base))
+        return rope.n_rot * log(rope.n_ctx_orig / (n_turns * 2 * math.pi)) / (2 * log(base))
 
     low = math.floor(dimension(rope.beta_fast))
     high = math.ceil(dimension(rope.beta_slow))
