@@ -283,7 +283,7 @@ class Engine:
     def _prefill(self, slots: list[Slot]) -> None:
         slot = slots[0]
         assert slot.request is not None
-        chunk = slot.todo[: self._options.n_ubatch]
+        chunk = slot.todo[: self._options.n_chunk]
         if not self._make_room(slot, len(chunk)):
             return
         is_last = len(chunk) == len(slot.todo)

@@ -28,7 +28,6 @@ class EngineOptions:
     """Requests served at once; 0 lets the engine choose, all sharing one context."""
     n_batch: int = 2048
     n_ubatch: int = 512
-    """Tokens of one prefill chunk."""
     n_threads: int = 0
     n_threads_batch: int = 0
     n_gpu_layers: int = -1
@@ -37,8 +36,11 @@ class EngineOptions:
     cache_type_v: str = "f16"
     n_planes: int = 2
     """int8 planes of a quantised activation: 2 (16 bits) or 1 (8 bits, llama.cpp's precision)."""
-    seed: int | None = None
-    n_predict: int = -1
+
+    @property
+    def n_chunk(self) -> int:
+        """Tokens of one prefill chunk."""
+        return min(self.n_batch, self.n_ubatch)
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,6 @@ class ServerOptions:
     """Seconds of silence after which a stream gets a comment line, -1 for never."""
     cache_prompt: bool = True
     is_slots_endpoint_on: bool = True
-    use_jinja: bool = True
     chat_template_kwargs: dict[str, object] = field(default_factory=dict)
     """Variables for the chat template; a request's own win."""
     default_sampling: dict[str, object] = field(default_factory=dict)

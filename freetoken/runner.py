@@ -56,7 +56,7 @@ class Runner:
         self.n_ctx = n_ctx or options.n_ctx or spec.n_ctx_train
         self.n_threads = options.n_threads or native.physical_cores()
         self.n_threads_batch = options.n_threads_batch or self.n_threads
-        self._n_ubatch = options.n_ubatch
+        self._n_chunk = options.n_chunk
         self._model = arch.build(file, spec)
         n_pages = n_pages_for(self.n_ctx)
         n_spare = n_sequences - 1  # a last page of each sequence that is not full
@@ -130,9 +130,9 @@ class Runner:
         self._pool_batch.close()
 
     def _pieces(self, tokens: ListOf[int]) -> Iterator[ListOf[int]]:
-        """What runs at once: chunks of n_ubatch, short ones cut into steps."""
-        for first in range(0, len(tokens), self._n_ubatch):
-            chunk = tokens[first : first + self._n_ubatch]
+        """What runs at once: chunks of `EngineOptions.n_chunk`, short ones cut into steps."""
+        for first in range(0, len(tokens), self._n_chunk):
+            chunk = tokens[first : first + self._n_chunk]
             size = native.MAX_TOKENS if len(chunk) <= MAX_STEPPED else len(chunk)
             for at in range(0, len(chunk), size):
                 yield chunk[at : at + size]

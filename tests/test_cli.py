@@ -68,11 +68,10 @@ ENGINE = [
     (["-c", "4096"], "n_ctx", 4096),
     (["--ctx-size", "0"], "n_ctx", 0),
     (["--ctx_size", "7"], "n_ctx", 7),
-    (["-n", "-1"], "n_predict", -1),
-    (["--predict", "5"], "n_predict", 5),
-    (["--n-predict", "5"], "n_predict", 5),
     (["-b", "64"], "n_batch", 64),
     (["-ub", "32"], "n_ubatch", 32),
+    (["-b", "64"], "n_chunk", 64),
+    (["-b", "64", "-ub", "32"], "n_chunk", 32),
     (["-t", "2"], "n_threads", 2),
     (["-t", "-1"], "n_threads", 0),
     (["-tb", "3"], "n_threads_batch", 3),
@@ -84,8 +83,6 @@ ENGINE = [
     (["--n-gpu-layers", "all"], "n_gpu_layers", -2),
     (["-ctk", "f32"], "cache_type_k", "f32"),
     (["-ctv", "f16"], "cache_type_v", "f16"),
-    (["-s", "-1"], "seed", None),
-    (["-s", "42"], "seed", 42),
     (["--cpu-planes", "1"], "n_planes", 1),
     (["-c", "1", "-c", "2"], "n_ctx", 2),
 ]
@@ -97,6 +94,10 @@ def test_engine_flags(argv: list[str], name: str, value: object) -> None:
 
 
 SAMPLING = [
+    (["-n", "-1"], "n_predict", -1),
+    (["--predict", "5"], "n_predict", 5),
+    (["--n-predict", "5"], "n_predict", 5),
+    (["-s", "42"], "seed", 42),
     (["--temp", "0.5"], "temperature", 0.5),
     (["--temperature", "-3"], "temperature", 0.0),
     (["--top-k", "7"], "top_k", 7),
@@ -133,6 +134,11 @@ SAMPLING = [
 def test_sampling_flags(argv: list[str], name: str, value: object) -> None:
     assert getattr(flags.sampling_params(parse(*argv)), name) == value
     assert flags.server_options(parse(*argv)).default_sampling == {name: value}
+
+
+def test_seeds_that_ask_for_one() -> None:
+    for text in ("-1", str(2**32 - 1)):
+        assert flags.sampling_params(parse("-s", text)).seed is None
 
 
 SERVER = [

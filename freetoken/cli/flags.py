@@ -174,7 +174,7 @@ MODEL = (
 
 ENGINE = (
     Flag(("-c", "--ctx-size"), "n_ctx", "context of all slots, 0 takes the model's", whole(), env="LLAMA_ARG_CTX_SIZE"),
-    Flag(("-b", "--batch-size"), "n_batch", "tokens of one batch at most", whole(1), env="LLAMA_ARG_BATCH"),
+    Flag(("-b", "--batch-size"), "n_batch", "a limit of -ub, one prefill chunk", whole(1), env="LLAMA_ARG_BATCH"),
     Flag(("-ub", "--ubatch-size"), "n_ubatch", "tokens of one prefill chunk", whole(1), env="LLAMA_ARG_UBATCH"),
     Flag(("-t", "--threads"), "n_threads", "threads of generation, -1 decides", count_or_auto, env="LLAMA_ARG_THREADS"),
     Flag(("-tb", "--threads-batch"), "n_threads_batch", "threads of prefill (default: as -t)", count_or_auto),
@@ -417,10 +417,7 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
 def engine_options(args: argparse.Namespace) -> EngineOptions:
     """The engine's wishes."""
     names = [field.name for field in dataclasses.fields(EngineOptions)]
-    given = _given(args, names)
-    if given.get("seed") == -1:
-        del given["seed"]
-    options = EngineOptions(**given)
+    options = EngineOptions(**_given(args, names))
     if options.n_gpu_layers > 0 or options.n_gpu_layers == -2:
         log.warning("-ngl has no effect: there is no GPU engine yet, all layers run on the CPU")
     return options
