@@ -156,6 +156,8 @@ class Engine:
         if request.id_slot >= self.n_slots:
             raise RequestError(f"id_slot {request.id_slot}: the server has slots 0 to {self.n_slots - 1}")
         self._inbox.put(request)
+        if self._closing.is_set():  # perhaps too late for the engine to see it
+            raise NotReadyError("the engine has stopped")
 
     def slots(self) -> list[SlotInfo]:
         """A snapshot of all slots."""
@@ -184,7 +186,12 @@ class Engine:
         try:
             while not self._closing.is_set():
                 self._step()
+        except Exception as error:
+            logger.exception("the engine failed")
+            self._failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            self._state = EngineState.FAILED
         finally:
+            self._closing.set()
             self._drain()
             self._runner.close()
             self._file.close()
@@ -373,10 +380,11 @@ class Engine:
                     request.events.put(ErrorEvent(error))
 
     def _drain(self) -> None:
-        """On closing: end every request, so that no reader waits for ever."""
+        """At the end of the thread: end every request, so that no reader waits for ever."""
         self._receive(block=False)
-        for request in self._waiting:
-            request.events.put(DoneEvent("cancelled", Timings(0, 0, 0.0, 0, 0.0)))
-        for slot in self._slots:
-            if slot.request is not None:
-                self._finish(slot, "cancelled")
+        running = [s.request for s in self._slots if s.request is not None]
+        for request in [*self._waiting, *running]:
+            if self._failure is not None:
+                request.events.put(ErrorEvent(self._failure))
+            else:
+                request.events.put(DoneEvent("cancelled", Timings(0, 0, 0.0, 0, 0.0)))

@@ -278,6 +278,23 @@ def test_closing_ends_requests(model_path: Path) -> None:
         engine.submit(Request((1,), GREEDY))
 
 
+def test_engine_that_dies_tells_its_requests_and_takes_no_more(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(model_path)
+    running, late = Request(prompt_of(5), SamplingParams(n_predict=-1, ignore_eos=True)), Request((1,), GREEDY)
+    engine.submit(running)
+    running.events.get(timeout=60)
+    monkeypatch.setattr(engine, "_drop_cancelled", lambda: 1 / 0)
+    assert isinstance(collect(running).last.error, EngineError)
+    engine._thread.join()
+    assert engine.state is EngineState.FAILED and "ZeroDivisionError" in str(engine.failure)
+    with pytest.raises(NotReadyError):
+        engine.submit(late)
+    assert "ZeroDivisionError" in caplog.text
+    engine.close()
+
+
 def test_loading_failure_is_told(tmp_path: Path) -> None:
     path = tmp_path / "broken.gguf"
     path.write_bytes(b"GGUF")
