@@ -58,6 +58,8 @@ class Slot:
     sampler: Sampler | None = None
     todo: list[int] = field(default_factory=list)
     """Tokens not yet in the cache: the rest of the prompt, or the token sampled last."""
+    has_room: bool = False
+    """Whether the cache is reserved for the whole prompt; until then the request waits in its slot."""
     n_cached: int = 0
     n_prompt: int = 0
     n_decoded: int = 0
@@ -67,7 +69,11 @@ class Slot:
 
     @property
     def is_prefilling(self) -> bool:
-        return self.request is not None and self.n_decoded == 0
+        return self.request is not None and self.has_room and self.n_decoded == 0
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.request is not None and not self.has_room
 
     @property
     def is_decoding(self) -> bool:
@@ -225,6 +231,7 @@ class Engine:
         self._receive(block=not self._waiting and all(s.request is None for s in self._slots))
         self._drop_cancelled()
         self._admit()
+        self._seat()
         prefilling = [s for s in self._slots if s.is_prefilling]
         if prefilling:
             self._turn += 1
@@ -244,21 +251,28 @@ class Engine:
                 self._waiting.append(request)
 
     def _drop_cancelled(self) -> None:
-        for request in [r for r in self._waiting if r.cancelled.is_set()]:
-            self._waiting.remove(request)
-            request.events.put(DoneEvent("cancelled", Timings(0, 0, 0.0, 0, 0.0)))
+        for _ in range(len(self._waiting)):
+            request = self._waiting.popleft()
+            if request.cancelled.is_set():
+                request.events.put(DoneEvent("cancelled", Timings(0, 0, 0.0, 0, 0.0)))
+            else:
+                self._waiting.append(request)
         for slot in self._slots:
             if slot.request is not None and slot.request.cancelled.is_set():
                 self._finish(slot, "cancelled")
 
     def _admit(self) -> None:
-        for request in list(self._waiting):
+        """Give idle slots to waiting requests in their order; one whose wished slot is busy holds up nobody."""
+        passed = []
+        while self._waiting and any(s.request is None for s in self._slots):
+            request = self._waiting.popleft()
             slot = self._choose_slot(request)
             if slot is None:
+                passed.append(request)
                 continue
-            self._waiting.remove(request)
             slot.request = request
             self._guard([slot], self._assign)
+        self._waiting.extendleft(reversed(passed))
 
     def _choose_slot(self, request: Request) -> Slot | None:
         """The wished slot; else the one that holds the longest useful prefix; else the longest idle one."""
@@ -277,22 +291,29 @@ class Engine:
         """Set a slot up for the request that it has been given."""
         slot, request = slots[0], slots[0].request
         assert request is not None
-        slot.n_decoded, slot.first_token, slot.started = 0, 0.0, time.monotonic()
+        slot.has_room, slot.n_decoded, slot.first_token, slot.started = False, 0, 0.0, time.monotonic()
         held = slot.sequence.common_prefix(request.prompt) if request.cache_prompt else 0
         held = min(held, len(request.prompt) - 1)  # one token must run to give logits
         slot.sequence.truncate(held)
         slot.sampler = Sampler(request.params, self._tokenizer, request.prompt)
         slot.todo = list(request.prompt[held:])
         slot.n_cached, slot.n_prompt = held, len(request.prompt)
-        if request.return_progress:
-            request.events.put(PromptEvent(slot.n_prompt, held, held))
+
+    def _seat(self) -> None:
+        """Reserve the cache for whole prompts, the oldest request first, so that no two of them stop half-way."""
+        for slot in sorted((s for s in self._slots if s.is_waiting), key=lambda s: s.started):
+            request = slot.request
+            assert request is not None
+            slot.has_room = self._make_room(slot, len(slot.todo))
+            if not slot.has_room:
+                return
+            if request.return_progress:
+                request.events.put(PromptEvent(slot.n_prompt, slot.n_cached, slot.n_cached))
 
     def _prefill(self, slots: list[Slot]) -> None:
         slot = slots[0]
         assert slot.request is not None
         chunk = slot.todo[: self._options.n_chunk]
-        if not self._make_room(slot, len(chunk)):
-            return
         is_last = len(chunk) == len(slot.todo)
         request = slot.request
         logits = self._runner.prefill(slot.sequence, chunk, want_logits=is_last, should_stop=request.cancelled.is_set)
@@ -338,9 +359,9 @@ class Engine:
             self._finish(slot, "limit", truncated=True)
 
     def _make_room(self, slot: Slot, n_tokens: int) -> bool:
-        """Reserve cache pages for a slot, taking them from idle slots, the longest unused first.
+        """Reserve cache pages for a slot, evicting what can be computed again.
 
-        Where running requests fill the cache the slot waits if it is still in its prompt, and ends truncated if it
+        Where running requests fill the cache the slot waits if it has not begun its prompt, and ends truncated if it
         already generates.
         """
         while True:
@@ -348,13 +369,27 @@ class Engine:
                 slot.sequence.reserve(n_tokens)
                 return True
             except KVCacheFull:
-                idle = [s for s in self._slots if s.request is None and s.sequence.tokens]
-                if idle:
-                    min(idle, key=lambda s: s.last_used).sequence.truncate(0)
+                if self._evict(slot):
                     continue
-            if slot.is_decoding or not any(s.is_decoding for s in self._slots):
+            if slot.is_decoding:
                 self._finish(slot, "limit", truncated=True)
             return False
+
+    def _evict(self, slot: Slot) -> bool:
+        """Free pages for a slot: of idle slots, the longest unused first; else of one whose request waits for room
+        too, the youngest first. A request that waits lets the running ones end before it takes from others like it."""
+        idle = [s for s in self._slots if s.request is None and s.sequence.tokens]
+        if idle:
+            min(idle, key=lambda s: s.last_used).sequence.truncate(0)
+            return True
+        waiting = [s for s in self._slots if s.is_waiting and s is not slot and s.sequence.tokens]
+        if not waiting or (slot.is_waiting and any(s.has_room and s.request is not None for s in self._slots)):
+            return False
+        victim = max(waiting, key=lambda s: s.started)
+        assert victim.request is not None
+        victim.sequence.truncate(0)
+        victim.todo, victim.n_cached = list(victim.request.prompt), 0
+        return True
 
     def _finish(self, slot: Slot, reason: str, *, eos_token: int | None = None, truncated: bool = False) -> None:
         assert slot.request is not None

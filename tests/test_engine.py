@@ -221,6 +221,25 @@ def test_unified_cache_serves_a_full_context_after_others(engine: Engine) -> Non
     assert not result.last.truncated
 
 
+@pytest.mark.parametrize("n_prompt", [600, 900])
+def test_prompts_that_exceed_the_cache_together_all_run(model_path: Path, n_prompt: int) -> None:
+    engine = make_engine(model_path, n_ubatch=64)
+    try:
+        prompts = [prompt_of(n_prompt, seed=70 + i) for i in range(5)]
+        alone = [ask(engine, prompt, cache_prompt=False).tokens for prompt in prompts]
+        for _ in range(2):  # the second time with prefixes that have to be evicted
+            requests = [Request(prompt, GREEDY) for prompt in prompts]
+            for request in requests:
+                engine.submit(request)
+            results = [collect(request) for request in requests]
+            assert [result.tokens for result in results] == alone
+            assert not any(result.last.truncated for result in results)
+        cache = engine._runner.cache
+        assert cache.n_free + cache.n_held == cache.capacity
+    finally:
+        engine.close()
+
+
 def test_wished_slot(engine: Engine) -> None:
     for slot in (2, 0, 3):
         assert ask(engine, prompt_of(12, seed=60), id_slot=slot).last.id_slot == slot
