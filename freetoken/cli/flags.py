@@ -146,7 +146,7 @@ MODEL = (
     Flag(
         ("-lv", "--verbosity", "--log-verbosity"),
         "verbosity",
-        "log level: 1 errors, 2 warnings, 3 information (default), 4 and 5 everything",
+        "log level: 1 errors, 2 warnings, 3 information (what a server logs), 4 and 5 everything",
         whole(0),
         env="LLAMA_ARG_LOG_VERBOSITY",
     ),

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from freetoken.errors import ModelFileError
+from freetoken.errors import ModelFileError, OptionError
 from freetoken.gguf import Metadata, ModelFile, StringArray, Tensor, open_model
 from freetoken.spec import check_tensors, read_spec
 
@@ -82,15 +82,19 @@ class Info:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `ft info`."""
-    parser.add_argument(
-        "file", metavar="FILE", help="a GGUF file, any file of a split model, or a folder with one model"
-    )
+    parser.usage = "ft info FILE [--json]"
+    what = "a GGUF file, any file of a split model, or a folder with one model"
+    parser.add_argument("file", metavar="FILE", nargs="?", help=what)
+    parser.add_argument("-m", "--model", metavar="FNAME", help="the same, spelled as the other commands do")
     parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what the file holds. Raises ModelFileError where it is no sound GGUF file."""
-    with open_model(args.file) as model:
+    path = args.file or args.model
+    if path is None:
+        raise OptionError("no model is named: ft info FILE")
+    with open_model(path) as model:
         info = read_info(model)
     print(json.dumps(asdict(info), indent=2) if args.json else "\n".join(_table(info)))
     return 0

@@ -16,7 +16,7 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "serve": "serve a model over HTTP, as llama-server does",
-    "run": "print a completion of one prompt",
+    "run": "chat in the terminal, or answer one prompt",
     "bench": "measure prompt and generation speed",
     "info": "show what a model file holds",
 }

@@ -54,7 +54,11 @@ class Parser(argparse.ArgumentParser):
     def parse(self, argv: Sequence[str], environ: Mapping[str, str] | None = None) -> argparse.Namespace:
         """The values. Raises OptionError naming the flag or variable that is wrong."""
         self._take_environment(os.environ if environ is None else environ)
-        return self.parse_args(self._joined(list(argv)))
+        args, rest = self.parse_known_args(self._joined(list(argv)))
+        if rest:
+            hint = "" if self._get_positional_actions() else ": every value follows its flag, a model's file -m"
+            self.error(f"unexpected argument {rest[0]!r}{hint}")
+        return args
 
     def help(self) -> str:
         """The text of --help."""
@@ -105,7 +109,7 @@ class Parser(argparse.ArgumentParser):
         known = [flag for flag in self._option_string_actions if flag.startswith("-")]
         if sign and name in known:
             self.error(f"unknown flag {argument}: write the value as the next argument, {name} VALUE")
-        near = difflib.get_close_matches(argument, known, n=1, cutoff=0.6)
+        near = difflib.get_close_matches(argument, known, n=1, cutoff=0.6) if len(argument) > 3 else []
         hint = f"; did you mean {near[0]}?" if near else ""
         self.error(f"unknown flag {argument}{hint}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import sys
 import time
@@ -24,6 +25,9 @@ from freetoken.errors import OptionError
 from freetoken.gguf import open_model
 from freetoken.request import DoneEvent, EngineState, ErrorEvent, Request, SamplingParams, Timings, TokenEvent
 from freetoken.tokenizer import StreamDecoder, Tokenizer
+
+with contextlib.suppress(ImportError):  # some Pythons are built without it
+    import readline  # noqa: F401 - gives input() its line editing
 
 __all__ = ["add_arguments", "run"]
 
@@ -69,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         params = sampling_params(args)
         if template is None:
             tokens = tokenizer.encode(prompt or "", add_special=True, parse_special=True)
-            print_answer(engine, tokenizer, tokens, params)
+            print_answer(answer_pieces(engine, tokenizer, tokens, params), [])
         else:
             converse(engine, tokenizer, template, params, args.system_prompt, prompt)
     finally:
@@ -95,50 +99,64 @@ def converse(
     system_prompt: str | None,
     prompt: str | None,
 ) -> None:
-    """Answer one prompt, or where there is none each line of the terminal, keeping the dialogue."""
+    """Answer one prompt, or where there is none each line of the terminal, keeping the dialogue.
+
+    In a chat an interrupt ends the answer, of which what was shown stays part of the dialogue.
+    """
     messages: list[dict[str, object]] = []
     if system_prompt:
         messages.append({"role": "system", "content": system_prompt})
     for text in [prompt] if prompt is not None else typed_lines():
         messages.append({"role": "user", "content": text})
-        answer = print_answer(engine, tokenizer, prompt_tokens(tokenizer, template, messages), params)
-        messages.append({"role": "assistant", "content": answer})
+        tokens = prompt_tokens(tokenizer, template, messages)
+        answer: list[str] = []
+        try:
+            print_answer(answer_pieces(engine, tokenizer, tokens, params), answer)
+        except KeyboardInterrupt:
+            if prompt is not None:
+                raise
+            print()
+        messages.append({"role": "assistant", "content": "".join(answer)})
 
 
 def typed_lines() -> Iterator[str]:
-    """Lines typed by a person, until the end of input."""
+    """Lines typed by a person, until the end of input or an interrupt at the prompt."""
+    print("Ctrl-C stops an answer, Ctrl-D ends the chat.", file=sys.stderr)
     while True:
         try:
             line = input("> ")
-        except EOFError:
+        except (EOFError, KeyboardInterrupt):
+            print()
             return
         if line.strip():
             yield line
 
 
-def print_answer(engine: Engine, tokenizer: Tokenizer, tokens: list[int], params: SamplingParams) -> str:
-    """Generate from prompt tokens, print the text as it comes, and return it. Raises what the engine reports."""
+def print_answer(pieces: Iterator[str], shown: list[str]) -> None:
+    """Print an answer as it comes and end its line; `shown` keeps what was printed, also where this is interrupted."""
+    for piece in pieces:
+        shown.append(piece)
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    print(flush=True)
+
+
+def answer_pieces(engine: Engine, tokenizer: Tokenizer, tokens: list[int], params: SamplingParams) -> Iterator[str]:
+    """Generate from prompt tokens: the text piece by piece. Raises what the engine reports; cancels when it is left."""
     request = Request(tuple(tokens), params)
     engine.submit(request)
     decoder = StreamDecoder(tokenizer)
-    pieces: list[str] = []
-
-    def show(text: str) -> None:
-        pieces.append(text)
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
     try:
         while True:
             event = request.events.get()
             if isinstance(event, TokenEvent):
-                show(decoder.push(event.token))
+                yield decoder.push(event.token)
             elif isinstance(event, ErrorEvent):
                 raise event.error
             elif isinstance(event, DoneEvent):
-                show(decoder.flush() + "\n")
+                yield decoder.flush()
                 log_timings(event.timings)
-                return "".join(pieces).removesuffix("\n")
+                return
     except BaseException:
         request.cancelled.set()
         raise
