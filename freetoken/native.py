@@ -19,7 +19,7 @@ import numpy as np
 import freetoken
 from freetoken.cores import cpu_quota, physical_cores, physical_cpus
 from freetoken.errors import EngineError
-from freetoken.quants import to_float_pointer
+from freetoken.quants import row_bytes, to_float_pointer
 
 __all__ = [
     "KV_PAGE",
@@ -261,16 +261,16 @@ class Pool:
 
         Raises EngineError when shapes do not fit or the type has no decoder.
         """
-        fits = data.ndim == out.ndim == 2 and len(data) == len(out)
+        fits = data.ndim == out.ndim == 2 and len(data) == len(out) and _fits(type_id, data.shape[1], out.shape[1])
         if not fits or out.dtype != np.float32 or not (data.flags.c_contiguous and out.flags.c_contiguous):
             raise EngineError(
-                f"decoding needs contiguous data [rows, row_bytes] and fp32 out [rows, cols], got {data.shape} and "
-                f"{out.dtype} {out.shape}"
+                f"decoding ggml type {type_id} needs contiguous data [rows, row_bytes] and fp32 out [rows, cols], got "
+                f"{data.shape} and {out.dtype} {out.shape}"
             )
         if out.size == 0:
             return
-        (rows, cols), row_bytes = out.shape, data.strides[0]
-        arguments = self.handle, type_id, data.ctypes.data, rows, cols, row_bytes, out.ctypes.data
+        rows, cols = out.shape
+        arguments = self.handle, type_id, data.ctypes.data, rows, cols, data.shape[1], out.ctypes.data
         if not can_decode(type_id) or _library().ft_dequantize(*arguments) != 0:
             raise EngineError(f"weights of ggml type {type_id} cannot be decoded to {rows} x {cols} values")
 
@@ -285,6 +285,14 @@ class Pool:
     def __del__(self) -> None:
         if getattr(self, "_handle", None) is not None:
             self.close()
+
+
+def _fits(type_id: int, n_bytes: int, n_cols: int) -> bool:
+    """Whether a row of n_cols values of a type takes n_bytes."""
+    try:
+        return row_bytes(type_id, n_cols) == n_bytes
+    except ValueError:
+        return False
 
 
 # --- programs --------------------------------------------------------------------------------------------------------

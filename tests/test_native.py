@@ -270,11 +270,13 @@ def test_dequantize(pool: Pool, type_id: int, rows: int, cols: int) -> None:
 
 def test_dequantize_refuses_what_does_not_fit(pool: Pool) -> None:
     data, out = np.zeros((4, 34), np.uint8), np.zeros((4, 32), np.float32)
-    for bad_data, bad_out in ((data, out[:3]), (data[:, ::2], out), (data, out.astype(np.float64)), (data[0], out)):
-        with pytest.raises(EngineError, match="decoding needs"):
+    short = np.ascontiguousarray(data[:, :32])
+    cases = (data, out[:3]), (data[:, ::2], out), (data, out.astype(np.float64)), (data[0], out), (short, out)
+    for bad_data, bad_out in cases:
+        with pytest.raises(EngineError, match="decoding ggml type 8 needs"):
             pool.dequantize(Type.Q8_0, bad_data, bad_out)
     with pytest.raises(EngineError, match="type 26 cannot be decoded"):
-        pool.dequantize(Type.I32, data, out)
+        pool.dequantize(Type.I32, out.view(np.uint8), out)
     pool.dequantize(Type.Q8_0, data[:0], out[:0])
 
 

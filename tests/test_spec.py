@@ -166,6 +166,7 @@ BAD_KEYS: list[tuple[str, dict[str, object], str]] = [
     ("qwen3moe", {"@expert_count": 5000}, "expert_count' is 5000"),
     ("qwen3moe", {"@expert_used_count": 5}, "expert_used_count' is 5, expected 1 to 4"),
     ("qwen3moe", {"@expert_used_count": 0}, "expert_used_count' is 0"),
+    ("qwen3moe", {"@expert_count": 100, "@expert_used_count": 65}, "expert_used_count' is 65, expected 1 to 64"),
     ("qwen3moe", {"@expert_used_count": [2, 1]}, "differs between layers"),
     ("qwen3moe", {"@expert_group_count": 2}, "expert groups"),
     ("gemma3", {"@expert_count": 4}, "gemma3 with 4 experts is not supported"),

@@ -30,6 +30,8 @@ MAX_HEADS = 4096
 MAX_HEAD_DIM = 4096
 MAX_FF = 1 << 22
 MAX_EXPERTS = 1024
+MAX_EXPERTS_USED = 64
+"""Of one token and layer; the native router and experts take no more."""
 MAX_CTX = 2**31 - 1
 MAX_VOCAB = 1 << 23
 
@@ -210,7 +212,7 @@ def _with_experts(spec: ModelSpec, metadata: Metadata, n_expert: int) -> ModelSp
     n_expert = metadata.get_int(f"{arch}.expert_count", low=1, high=MAX_EXPERTS)
     if metadata.get_int(f"{arch}.expert_group_count", 0) > 1:
         raise UnsupportedModelError(f"{metadata.where}: {arch} with expert groups is not supported")
-    n_used = _same_for_all(metadata, f"{arch}.expert_used_count", spec.n_layer, n_expert)
+    n_used = _same_for_all(metadata, f"{arch}.expert_used_count", spec.n_layer, min(n_expert, MAX_EXPERTS_USED))
     n_ff = max(spec.n_ff)
     n_ff_exp = n_ff
     if arch in ("qwen2moe", "qwen3moe"):
