@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Batch"]
+__all__ = ["Batch", "Stopped"]
 
 
 @dataclass(frozen=True)
@@ -26,3 +26,7 @@ class Batch:
     @property
     def n(self) -> int:
         return len(self.tokens)
+
+
+class Stopped(Exception):
+    """A pass was given up between two layers; the cache holds no more tokens than before."""

@@ -9,25 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListOf
+from typing import Protocol
 
 import numpy as np
 
 from freetoken import arch, native
-from freetoken.batch import Batch
+from freetoken.batch import Batch, Stopped
 from freetoken.cpu.decode import Decoder
-from freetoken.cpu.prefill import Prefill, Stopped
 from freetoken.errors import OptionError
 from freetoken.gguf import ModelFile
 from freetoken.kvcache import KVCache, KVShape, Sequence, n_pages_for
 from freetoken.options import EngineOptions
 from freetoken.spec import ModelSpec
 
-__all__ = ["MAX_STEPPED", "Runner"]
+__all__ = ["MAX_STEPPED", "Runner", "import_prefill"]
 
 MAX_STEPPED = 128
 """Chunks up to this long run as decode steps of 8 tokens: decoding all weights for torch costs more. Measured on 2
 threads: SmolLM2 Q4_1 2.5 ms a token against 8 in torch at 16 tokens, 3.8 at 64, 2.8 at 128; a Qwen3-30B-A3B layer pair
 1.8 ms against 14, 8.5, 4.6."""
+
+
+class LongPass(Protocol):
+    """`cpu.prefill.Prefill` as it is used here."""
+
+    def run(self, batch: Batch, should_stop: Callable[[], bool] | None) -> np.ndarray:
+        """Logits fp32 [n_outputs, n_vocab]. Raises Stopped."""
 
 
 class Runner:
@@ -67,7 +74,7 @@ class Runner:
         is_same = self.n_threads_batch == self.n_threads
         self._pool_batch = self._pool if is_same else _pool(self.n_threads_batch)
         self._decoder = Decoder(self._pool, self._model, self.cache, n_pages, options.n_planes)
-        self._prefill = Prefill(self._pool_batch, self._model, self.cache, self._decoder.head_logits)
+        self._prefill: LongPass | None = None
 
     def new_sequence(self) -> Sequence:
         """An empty sequence that the caller keeps, truncates for reuse, and releases."""
@@ -145,8 +152,23 @@ class Runner:
         is_short = n <= native.MAX_TOKENS
         n_outputs = 1 if want_logits or is_short else 0  # a program without outputs would be one more to record
         batch = Batch(np.asarray(piece, np.int32), positions, [sequence.page_table] * n, n_outputs)
-        logits = self._decoder.run(batch) if is_short else self._prefill.run(batch, should_stop)
+        logits = self._decoder.run(batch) if is_short else self._long_pass().run(batch, should_stop)
         return logits[0] if want_logits else None
+
+    def _long_pass(self) -> LongPass:
+        if self._prefill is None:
+            make = import_prefill()
+            self._prefill = make(self._pool_batch, self._model, self.cache, self._decoder.head_logits)
+        return self._prefill
+
+
+def import_prefill() -> Callable[..., LongPass]:
+    """`cpu.prefill.Prefill`. It comes with torch, whose import takes a second or two and 150 MB, and neither decode nor
+    short prompts need it: so it is imported by the first long prompt, or ahead of it by whoever calls this from a
+    thread of its own."""
+    from freetoken.cpu.prefill import Prefill
+
+    return Prefill
 
 
 def _pool(n_threads: int) -> native.Pool:

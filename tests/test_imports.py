@@ -25,7 +25,7 @@ ROWS = [
     ["cli", "__main__"],
 ]
 ROW_OF = {name: i for i, names in enumerate(ROWS) for name in names}
-LATE_IMPORT = ("cli", "engine")  # the one import inside a function: the engine, once the port is open
+LATE_IMPORT = ("runner", "cpu")  # torch, by the first long prompt; commands import the engine once the port is open
 
 
 def module_files() -> list[pathlib.Path]:

@@ -44,7 +44,7 @@ class _Engine(Generator, Protocol):
 
 
 class _Loader(threading.Thread):
-    """Imports the engine, loads the model and watches over it; sets `stop` where that fails."""
+    """Imports the engine, loads the model, then imports torch; sets `stop` where one of them fails."""
 
     def __init__(self, state: ServerState, model: ModelOptions, engine: EngineOptions, stop: threading.Event) -> None:
         super().__init__(name="loader", daemon=True)
@@ -69,6 +69,8 @@ class _Loader(threading.Thread):
             if self.engine.state is EngineState.FAILED:
                 raise self.engine.failure or FreeTokenError("the engine failed to start")
             log.info("model loaded in %.2f s", time.monotonic() - started)
+            if not self._stop_event.is_set():
+                import_torch()
         except Exception as error:
             if not isinstance(error, FreeTokenError):
                 log.error("loading failed", exc_info=error)
@@ -147,10 +149,17 @@ def ftype_name(file_type: int) -> str:
 
 
 def make_engine(model: ModelOptions, options: EngineOptions, tokenizer: Tokenizer) -> _Engine:
-    """The one late import: torch comes with the engine, and the port must be open before."""
+    """A late import: the port must be open before."""
     from freetoken.engine import Engine
 
     return Engine(model, options, tokenizer)
+
+
+def import_torch() -> None:
+    """Beside the first requests: what long prompts need takes a second or two to import."""
+    from freetoken.runner import import_prefill
+
+    import_prefill()
 
 
 def close(state: ServerState, server: HttpServer, loader: _Loader) -> None:

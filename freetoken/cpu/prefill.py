@@ -1,4 +1,4 @@
-"""Prefill: a chunk of more than 8 tokens of one sequence, in torch, fp32.
+"""Prefill: a long chunk of one sequence, in torch, fp32.
 
 Weights are decoded natively, a cache-sized tile at a time, and multiplied by torch; attention reads the sequence's
 pages. Only the head follows docs/numerics.md, through `Decoder.head_logits`. The runner calls `Prefill.run`, which runs
@@ -13,16 +13,17 @@ import sys
 from collections.abc import Callable
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from freetoken import native
-from freetoken.batch import Batch
+from freetoken.batch import Batch, Stopped
 from freetoken.blocks import Experts, Model, Norm, RopeTable, Weight
+from freetoken.cpu.quiet_torch import torch
 from freetoken.kvcache import PAGE, KVCache
 
-__all__ = ["Prefill", "PrefillOps", "Stopped"]
+__all__ = ["Prefill", "PrefillOps"]
+
+F = torch.nn.functional
+Tensor = torch.Tensor
 
 TILE_VALUES = 1 << 20
 """Values of a weight that are decoded before they are multiplied: 4 MiB, which stay in the cache."""
@@ -38,10 +39,6 @@ KEPT_BYTES = 128 << 20
 """Freed memory that the C library keeps for the next activation instead of returning it."""
 
 LogitsOfRows = Callable[[np.ndarray, Weight], np.ndarray]
-
-
-class Stopped(Exception):
-    """The chunk was given up between two layers; the cache holds no more tokens than before."""
 
 
 class Prefill:
