@@ -215,7 +215,7 @@ def test_a_template_that_fails_is_a_refused_request(source: str) -> None:
         (user([{"text": "x"}]), "has no 'type'"),
         (user(["x"]), "has no 'type'"),
         (user([{"type": "text"}]), "no string 'text'"),
-        (user([{"type": "image_url", "image_url": {"url": "data:"}}]), "image input is not supported - hint"),
+        (user([{"type": "image_url", "image_url": {"url": "data:"}}]), "image input is not supported"),
         (user([{"type": "input_audio"}]), "audio input is not supported"),
         (user([{"type": "hologram"}]), r"unsupported content\[\].type"),
         ({"role": "assistant", "content": "", "tool_calls": {"a": 1}}, "'tool_calls' is no array"),

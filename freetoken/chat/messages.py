@@ -58,10 +58,7 @@ def _read_content(content: Any, where: str) -> str | list[Message]:
         if not isinstance(kind, str):
             raise RequestError(f"{where}: a part of 'content' has no 'type'")
         if kind in _MEDIA:
-            raise RequestError(
-                f"{_MEDIA[kind]} input is not supported - hint: if this is unexpected, you may need to provide the "
-                "mmproj"
-            )
+            raise RequestError(f"{where}: {_MEDIA[kind]} input is not supported: send text only")
         if kind not in _TEXT_PARTS:
             raise RequestError(f"unsupported content[].type: {where} has {kind!r}, expected 'text'")
         text = part.get("refusal" if kind == "refusal" and "text" not in part else "text")

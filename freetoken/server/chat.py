@@ -29,7 +29,7 @@ def completion_body(body: Json, template: ChatTemplate, default_kwargs: dict[str
     if wants_logprobs:
         result["n_probs"] = read_int(body, "top_logprobs", 20, low=0)
     elif has(body, "top_logprobs"):
-        raise invalid("top_logprobs requires logprobs to be set to true")
+        raise invalid("Field 'top_logprobs': needs 'logprobs': true")
     return result
 
 
@@ -49,14 +49,14 @@ def render_prompt(body: Json, template: ChatTemplate, default_kwargs: dict[str, 
     if wish not in (None, False, True, "content"):
         raise not_supported("Field 'continue_final_message' is not supported by this server yet, but for 'content'")
     if wish and add_generation_prompt:
-        raise invalid("Cannot set both add_generation_prompt and continue_final_message to true.")
+        raise invalid("Field 'continue_final_message': needs 'add_generation_prompt': false")
     is_assistant = bool(messages) and messages[-1]["role"] == "assistant"
     if not messages or not (wish or is_assistant):
         return template.render(messages, None, add_generation_prompt, **kwargs)
     if not wish and len(messages) > 1 and messages[-2]["role"] == "assistant":
-        raise invalid("Cannot have 2 or more assistant messages at the end of the list.")
+        raise invalid("messages: an answer is continued at the end, but the last two messages are the assistant's")
     if is_assistant and messages[-1].get("tool_calls"):
-        raise invalid("Cannot continue an assistant message that contains tool calls.")
+        raise invalid("messages: an answer with tool calls cannot be continued")
     return template.render(messages[:-1], None, True, **kwargs) + _text_of(messages[-1])
 
 
@@ -79,9 +79,9 @@ def checked_messages(body: Json) -> list[Json]:
 def _check_content(message: Json, where: str) -> None:
     if "content" not in message:
         if message["role"] != "assistant":
-            raise invalid(f"{where}: All non-assistant messages must contain 'content'")
+            raise invalid(f"{where}: a message of {message['role'][:20]!r} needs 'content'")
         if "tool_calls" not in message:
-            raise invalid(f"{where}: Assistant message must contain either 'content' or 'tool_calls'!")
+            raise invalid(f"{where}: an assistant's message needs 'content' or 'tool_calls'")
         return
     content = message["content"]
     if content is None or isinstance(content, str):
@@ -110,7 +110,7 @@ def _template_kwargs(body: Json, defaults: dict[str, object]) -> Json:
         raise invalid(f"Field 'chat_template_kwargs': type must be object, but is {json_type(own)}")
     kwargs: Json = {**defaults, **(own or {})}
     if not isinstance(kwargs.get("enable_thinking", True), bool):
-        raise invalid('invalid type for "enable_thinking" (expected boolean)')
+        raise invalid("Field 'chat_template_kwargs': the type of 'enable_thinking' must be boolean")
     effort = read_string(body, "reasoning_effort", "")
     if effort == "none":
         kwargs["enable_thinking"] = False

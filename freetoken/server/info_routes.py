@@ -55,7 +55,7 @@ def register(app: Flask, state: ServerState) -> None:
         return json_response(props_json(state))
 
     def post_props() -> Response:
-        raise not_supported("This server does not support changing global properties. Start it with `--props`")
+        raise not_supported("POST /props is not supported by this server yet")
 
     def slots() -> Response:
         return json_response(slots_json(state, request.args.get("fail_on_no_slot", "")))
@@ -175,7 +175,7 @@ def props_json(state: ServerState) -> Json:
 def slots_json(state: ServerState, fail_on_no_slot: str) -> list[Json]:
     """`/slots`; what runs in a slot is described where the engine tells its request."""
     if not state.options.is_slots_endpoint_on:
-        raise not_supported("This server does not support slots endpoint. Start it with `--slots`")
+        raise not_supported("/slots is switched off: start the server without --no-slots")
     slots = state.generator.slots()
     if fail_on_no_slot and all(slot.is_processing for slot in slots):
         raise NotReadyError("no slot available")

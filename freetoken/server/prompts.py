@@ -11,8 +11,8 @@ from freetoken.tokenizer import Tokenizer
 __all__ = ["token_ids", "tokenize_mixed", "tokenize_prompts"]
 
 _SHAPES = (
-    '"prompt" elements must be a string, a list of tokens, a JSON object containing a prompt string, '
-    "or a list of mixed strings & tokens."
+    "Field 'prompt': expected a string, an array of strings and token ids, an object with 'prompt_string', or an array "
+    "of these"
 )
 
 
@@ -30,7 +30,7 @@ def tokenize_prompts(tokenizer: Tokenizer, prompt: Any) -> list[list[int]]:
 def _tokenize_one(tokenizer: Tokenizer, prompt: Any) -> list[int]:
     if isinstance(prompt, dict) and "prompt_string" in prompt:
         if prompt.get("multimodal_data"):
-            raise not_supported("Field 'multimodal_data': this model does not support multimodal requests")
+            raise not_supported("Field 'multimodal_data' is not supported by this server yet")
         prompt = prompt["prompt_string"]
     if not isinstance(prompt, str | list):
         raise invalid(_SHAPES)

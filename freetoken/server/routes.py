@@ -72,10 +72,10 @@ def _native(state: ServerState) -> NativeAnswer:
 def _check_oai_completion(body: Json) -> None:
     """Fields of OpenAI's completions that llama-server refuses too."""
     if read_bool(body, "echo", False):
-        raise not_supported("Only no echo is supported")
+        raise not_supported("Field 'echo' is not supported by this server yet")
     for name in ("best_of", "suffix"):
         if has(body, name):
-            raise not_supported(f"Unsupported param: {name}")
+            raise not_supported(f"Field '{name}' is not supported by this server")
 
 
 def _run(state: ServerState, body: Json, answer: Answer) -> Response:
