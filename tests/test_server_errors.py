@@ -134,7 +134,7 @@ CHATS = [
     ({"messages": [{"role": "user", "content": [5]}]}, "content"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "text"),
     ({"messages": [{"role": "assistant"}]}, "content"),
-    ({"messages": [{"role": "assistant", "content": "a"}] * 2}, "2 or more assistant"),
+    ({"messages": [{"role": "assistant", "content": "a"}] * 2}, "the last two messages"),
     ({"messages": USER, "continue_final_message": True}, "add_generation_prompt"),
     ({"messages": USER, "top_logprobs": 2}, "logprobs"),
     ({"messages": USER, "logprobs": 2}, "'logprobs'"),
