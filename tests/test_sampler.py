@@ -15,7 +15,7 @@ from gguf import GGUFWriter
 
 from freetoken.errors import EngineError, RequestError
 from freetoken.request import SamplingParams
-from freetoken.sampler import Sampler
+from freetoken.sampler import Sampler, dry
 from freetoken.sampler.candidates import Candidates
 from freetoken.tokenizer import Tokenizer
 
@@ -200,6 +200,13 @@ def test_dry_equals_llama_cpp(changes: dict[str, Any], dry_vocab: Tokenizer) -> 
         got = {t.token: math.exp(t.logprob) for t in sampled.top}
         assert dry_vocab._vocab is not None
         assert_same(got, theirs(params, logits, history, dry_vocab._vocab._vocab))
+
+
+def test_dry_remembers_a_bounded_number_of_breakers(dry_vocab: Tokenizer) -> None:
+    for first in range(0, 200, 10):
+        breakers = tuple(f"break {n}" for n in range(first, first + 10))
+        Sampler(replace(OFF, dry_multiplier=0.8, dry_sequence_breakers=breakers), dry_vocab)
+    assert len(dry._FOUND[dry_vocab]) == dry._MAX_FOUND
 
 
 @pytest.mark.parametrize("version", [1, 2])

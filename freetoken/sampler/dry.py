@@ -18,6 +18,8 @@ __all__ = ["Dry", "DryVocabulary"]
 
 _MAX_BREAKER_BYTES = 40
 _MAX_TAIL_TOKENS = 20
+_MAX_FOUND = 64
+"""Searches remembered for a vocabulary; clients choose the texts, so there must be an end."""
 _LOG_FLOAT_MAX = 88.7228391
 
 Breakers = dict[int, list[tuple[int, ...]]]
@@ -124,9 +126,13 @@ def _all_breakers(vocab: DryVocabulary, breakers: Sequence[str]) -> Breakers:
     known = _FOUND.setdefault(vocab, {})
     merged: Breakers = {}
     for breaker in breakers:
-        if breaker and breaker not in known:
+        if not breaker:
+            continue
+        if breaker not in known:
+            if len(known) == _MAX_FOUND:
+                del known[next(iter(known))]
             known[breaker] = _find_breaker(vocab, breaker.encode("utf-8", "replace")[:_MAX_BREAKER_BYTES])
-        for token, tails in known.get(breaker, {}).items():
+        for token, tails in known[breaker].items():
             merged.setdefault(token, []).extend(tails)
     return merged
 
