@@ -4,7 +4,13 @@
 // Callers (ops_*.cpp) split rows and blocks among threads as they like: no split changes a result.
 #ifndef FT_KERNELS_H
 #define FT_KERNELS_H
+#include <cfloat>
 #include <cstdint>
+
+#ifdef __FAST_MATH__
+#error "docs/numerics.md fixes every rounding: compile without -ffast-math"
+#endif
+static_assert(FLT_EVAL_METHOD == 0, "fp32 must be computed as fp32: on 32-bit x86 use -msse2 -mfpmath=sse");
 
 namespace ft {
 
