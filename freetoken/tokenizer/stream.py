@@ -27,11 +27,6 @@ class StreamDecoder:
         """Text that is complete with this token; may be empty."""
         return self._decoder.decode(self._tokenizer.piece(token, self._special))
 
-    @property
-    def is_holding(self) -> bool:
-        """Whether bytes of an unfinished character wait."""
-        return bool(self._decoder.getstate()[0])
-
     def flush(self) -> str:
         """The end of the stream: an unfinished character becomes U+FFFD."""
         text = self._decoder.decode(b"", final=True)
