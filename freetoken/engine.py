@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 N_SLOTS_AUTO = 4
 """Slots where -np is not given; they share one pool of context, as llama-server's unified cache does."""
+SWEEP_S = 0.02
+"""How often the queue, which may be long, is searched for requests whose clients have left."""
 SLOT_SIMILARITY = 0.1
 """Least share of a prompt that a slot must hold already to be preferred over the longest idle one."""
 
@@ -106,6 +108,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._waiting: collections.deque[Request] = collections.deque()
         self._slots: list[Slot] = []
+        self._swept = 0.0
         self._turn = 0
         self._n_ctx = 0
         self._closing = threading.Event()
@@ -251,12 +254,12 @@ class Engine:
                 self._waiting.append(request)
 
     def _drop_cancelled(self) -> None:
-        for _ in range(len(self._waiting)):
-            request = self._waiting.popleft()
-            if request.cancelled.is_set():
-                request.events.put(DoneEvent("cancelled", Timings(0, 0, 0.0, 0, 0.0)))
-            else:
-                self._waiting.append(request)
+        if time.monotonic() - self._swept > SWEEP_S:
+            for _ in range(len(self._waiting)):
+                request = self._waiting.popleft()
+                if not _is_over(request):
+                    self._waiting.append(request)
+            self._swept = time.monotonic()
         for slot in self._slots:
             if slot.request is not None and slot.request.cancelled.is_set():
                 self._finish(slot, "cancelled")
@@ -266,6 +269,8 @@ class Engine:
         passed = []
         while self._waiting and any(s.request is None for s in self._slots):
             request = self._waiting.popleft()
+            if _is_over(request):
+                continue
             slot = self._choose_slot(request)
             if slot is None:
                 passed.append(request)
@@ -423,3 +428,11 @@ class Engine:
                 request.events.put(ErrorEvent(self._failure))
             else:
                 request.events.put(DoneEvent("cancelled", Timings(0, 0, 0.0, 0, 0.0)))
+
+
+def _is_over(request: Request) -> bool:
+    """Whether a queued request was cancelled; it then gets its last event."""
+    is_over = request.cancelled.is_set()
+    if is_over:
+        request.events.put(DoneEvent("cancelled", Timings(0, 0, 0.0, 0, 0.0)))
+    return is_over

@@ -52,21 +52,26 @@ def first_bytes(port: int) -> bytes:
         return answer.readline()
 
 
-def test_first_token_and_clean_end(server: tuple[subprocess.Popen[str], int, float]) -> None:
-    process, port, started = server
+def wait_for_first_token(process: subprocess.Popen[str], port: int) -> tuple[bytes, bool]:
+    """The first line of the first answer, and whether the server said before that it was loading."""
+    deadline = time.monotonic() + 30
     saw_loading = False
     while True:
         try:
-            line = first_bytes(port)
-            break
+            return first_bytes(port), saw_loading
         except urllib.error.HTTPError as error:
             assert error.code == 503
             assert json.load(error)["error"]["message"] == "Loading model"
             saw_loading = True
         except OSError:
             assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() - started < 30
+        assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_first_token_and_clean_end(server: tuple[subprocess.Popen[str], int, float]) -> None:
+    process, port, started = server
+    line, saw_loading = wait_for_first_token(process, port)
     elapsed = time.monotonic() - started
     assert line.startswith(b"data: {")
     assert saw_loading
@@ -75,3 +80,17 @@ def test_first_token_and_clean_end(server: tuple[subprocess.Popen[str], int, flo
     _, log = process.communicate(timeout=10)
     assert process.returncode == 0, log
     assert "Traceback" not in log
+
+
+def test_a_long_queue_does_not_hold_up_the_end(server: tuple[subprocess.Popen[str], int, float]) -> None:
+    process, port, _ = server
+    wait_for_first_token(process, port)
+    body = json.dumps({"prompt": ["a"] * 10000, "n_predict": 5}).encode()
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        started = time.monotonic()
+        process.communicate(timeout=10)
+    assert process.returncode == 0
+    assert time.monotonic() - started < 2.5

@@ -31,8 +31,8 @@ __all__ = ["add_arguments", "run"]
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.01
-_GRACE_S = 1.0
-"""How long stopping waits for the engine before the process ends without it."""
+_GRACE_S = 1.5
+"""How long stopping may take before the process ends without it."""
 
 
 class _Engine(Generator, Protocol):
@@ -163,16 +163,22 @@ def import_torch() -> None:
 
 
 def close(state: ServerState, server: HttpServer, loader: _Loader) -> None:
-    """End everything: the port, the running requests, the engine. A load that cannot be interrupted is left behind."""
+    """End everything: the port, the running requests, the engine; what does not end in time is left behind."""
     log.info("stopping")
+    watchdog = threading.Timer(_GRACE_S, _leave, (0 if loader.failure is None else 1,))
+    watchdog.daemon = True
+    watchdog.start()
     state.close()
     server.stop()
     state.dispose()
-    loader.join(_GRACE_S)
-    if loader.is_alive():
-        # Inside an import or a read of the file; nothing of ours is left to save.
-        logging.shutdown()
-        sys.stderr.flush()
-        os._exit(0 if loader.failure is None else 1)
+    loader.join()
     if loader.engine is not None:
         loader.engine.close()
+    watchdog.cancel()
+
+
+def _leave(exit_code: int) -> None:
+    """End the process inside an import, a read of the file or a long answer; nothing of ours is left to save."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(exit_code)
