@@ -356,11 +356,18 @@ def rope(x: F32, cos: F32, sin: F32, *, is_neox: bool) -> F32:
 
 
 def attention(
-    q: F32, k: NDArray[np.floating], v: NDArray[np.floating], *, scale: float, first: int = 0, softcap_: float = 0.0
+    q: F32,
+    k: NDArray[np.floating],
+    v: NDArray[np.floating],
+    *,
+    scale: float,
+    first: int = 0,
+    softcap_: float = 0.0,
+    sink: float | None = None,
 ) -> F32:
     """One query head [d] over keys [pos + 1, d] and values [pos + 1, dv] (fp16 or binary32): [dv].
 
-    Keys and values before `first` are not looked at.
+    Keys and values before `first` are not looked at; `sink` is a score without a value.
     """
     n = len(k)
     parts: list[tuple[np.float32, np.float32, F32]] = []
@@ -377,16 +384,19 @@ def attention(
         for weight, row in zip(p, v[at].astype(f32), strict=True):
             o = o + weight * row
         parts.append((m, f32(lanes8(padded)), o))
-    return _merge_splits(parts)
+    return _merge_splits(parts, sink)
 
 
-def _merge_splits(parts: Sequence[tuple[np.float32, np.float32, F32]]) -> F32:
-    top = max(m for m, _, _ in parts)
+def _merge_splits(parts: Sequence[tuple[np.float32, np.float32, F32]], sink: float | None) -> F32:
+    tops = [m for m, _, _ in parts] + ([] if sink is None else [f32(sink)])
+    top = max(tops)
     total, out = f32(0), np.zeros_like(parts[0][2])
     for m, l_sum, o in parts:
         w = f32(exp(np.asarray(m - top, dtype=f32)))
         total = f32(total + w * l_sum)
         out = out + w * o
+    if sink is not None:
+        total = f32(total + f32(exp(np.asarray(f32(sink) - top, dtype=f32))))
     return np.asarray(out * (f32(1) / total), dtype=f32)
 
 

@@ -308,21 +308,25 @@ def test_kv_store_and_attention(
 
 @pytest.mark.parametrize("context", [40, 600])
 def test_attention_sinks(pools: list[Pool], context: int) -> None:
-    """A sink takes its share of the softmax and gives no value; compared in binary64."""
+    """A sink takes its share of the softmax and gives no value."""
     (keys,), k_pages, table = pages_of([context], 1, 64, np.float32)
     v_pages = normal(*k_pages.shape)
-    values = np.concatenate([v_pages[page, 0] for page in table[0]])[:context].astype(np.float64)
+    values = np.concatenate([v_pages[page, 0] for page in table[0]])[:context]
     q, sinks, positions = normal(1, 2, 64), np.array([-1.0, 9.0], f32), np.array([context - 1], np.int32)
-    out = np.zeros((1, 2, 64), f32)
-    scratch = native.aligned(native.attn_scratch_bytes(1, 2, 64, context, 2))
-    program = Program(pools[1])
-    sizes = (1, 64, 64, table.shape[1], 2, 0, 0, 128)
-    pointers = (q, k_pages, v_pages, out, positions, table, scratch, sinks)
-    program.add(native.OP_ATTENTION, 1, p=pointers, i=sizes, f=(0.125,))
-    program.run()
+
+    def record(program: Program) -> F32:
+        out = np.zeros((1, 2, 64), f32)
+        scratch = native.aligned(native.attn_scratch_bytes(1, 2, 64, context, program.n_threads))
+        sizes = (1, 64, 64, table.shape[1], 2, 0, 0, 128)
+        pointers = (q, k_pages, v_pages, out, positions, table, scratch, sinks)
+        program.add(native.OP_ATTENTION, 1, p=pointers, i=sizes, f=(0.125,))
+        return out
+
+    of_head = [reference.attention(q[0, h], keys[:, 0], values, scale=0.125, sink=sinks[h]) for h in range(2)]
+    check(pools, record, np.array([of_head]))
     weight = np.exp(keys[:, 0].astype(np.float64) @ q[0].astype(np.float64).T * 0.125)
-    expected = (weight.T @ values) / (weight.sum(axis=0) + np.exp(sinks.astype(np.float64)))[:, None]
-    np.testing.assert_allclose(out[0], expected, rtol=2e-5, atol=2e-6)
+    exact = (weight.T @ values) / (weight.sum(axis=0) + np.exp(sinks.astype(np.float64)))[:, None]
+    np.testing.assert_allclose(of_head, exact, rtol=2e-5, atol=2e-6)
 
 
 # --- experts ---------------------------------------------------------------------------------------------------------
