@@ -1,13 +1,14 @@
-"""How many processor cores this process may use: topology, affinity and the container's quota. Knows no engine."""
+"""The processor: its name, and how many cores this process may use by topology, affinity and the container's quota."""
 
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 import psutil
 
-__all__ = ["cpu_quota", "physical_cores", "physical_cpus"]
+__all__ = ["cpu_name", "cpu_quota", "physical_cores", "physical_cpus"]
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -46,6 +47,14 @@ def physical_cores() -> int:
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
+def cpu_name() -> str:
+    """The processor's name as the system tells it."""
+    for line in (_read(Path("/proc/cpuinfo")) or "").splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
 def _ancestors(root: Path, path: str) -> list[Path]:
     """Folders of a control group and of all above it; inside a container only the root may exist."""
     parts = [part for part in path.split("/") if part and part != ".."]
@@ -68,6 +77,6 @@ def _limit_v1(folder: Path) -> float | None:
 
 def _read(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="ascii").strip()
+        return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return None

@@ -32,6 +32,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from freetoken import native
+from freetoken.cores import cpu_name
 from freetoken.gguf import open_model
 from freetoken.spec import read_spec
 from tools import synth_moe
@@ -163,16 +164,6 @@ def measure(name: str, path: Path, *, is_decode: bool, n_pairs: int, n_threads: 
     median = statistics.median(ratios)
     note = reads_per_token(path)
     return Result(name, path.name, n, n_threads, BARS[name], speeds_ours, speeds_theirs, ratios, median, share, note)
-
-
-def cpu_name() -> str:
-    """The processor's name as the system tells it."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def machine() -> dict[str, str]:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
 from freetoken import __version__
 from freetoken.cli.flags import add_engine_flags, add_model_flags, engine_options, model_options
+from freetoken.cores import cpu_name
 from freetoken.errors import OptionError
 from freetoken.gguf import ModelFile, open_model
 from freetoken.options import EngineOptions
@@ -196,16 +195,6 @@ def model_type(model: ModelFile, spec: ModelSpec) -> str:
     for tensor in model.tensors.values():
         by_type[tensor.type_name] = by_type.get(tensor.type_name, 0) + tensor.n_bytes
     return f"{spec.architecture} {max(by_type, key=lambda name: by_type[name])}"
-
-
-def cpu_name() -> str:
-    """The processor's name as the system tells it."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def write(results: list[Result], output: str) -> None:
