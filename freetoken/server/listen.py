@@ -24,6 +24,7 @@ from flask import Flask
 
 from freetoken.errors import FreeTokenError, OptionError
 from freetoken.options import ServerOptions
+from freetoken.server.chunked import ChunkedBody
 from freetoken.server.routes import CLIENT_SOCKET
 from freetoken.server.sse import FLUSH_HEADERS
 
@@ -54,12 +55,17 @@ class _Gateway(wsgi.Gateway_10):
     """Gives the application the client's socket, and sends a stream's headers before its first chunk is there."""
 
     def get_environ(self) -> dict[str, Any]:  # type: ignore[override]
+        if self.req.chunked_read:
+            self.req.rfile = ChunkedBody(self.req.conn.rfile)
         environ: dict[str, Any] = super().get_environ()  # type: ignore[no-untyped-call]
         environ[CLIENT_SOCKET] = self.req.conn.socket
         return environ
 
     def respond(self) -> None:
         response: Iterable[bytes] = self.req.server.wsgi_app(self.env, self.start_response)
+        body = self.req.rfile
+        if isinstance(body, ChunkedBody) and not body.is_complete:
+            self.req.close_connection = True  # the rest of the body must not be read as the next request
         try:
             if self.env.get(FLUSH_HEADERS):
                 self.req.ensure_headers_sent()
