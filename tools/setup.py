@@ -114,7 +114,7 @@ def check_machine() -> None:
     c_compilers = [os.environ.get("CC", "").partition(" ")[0], "cc", "gcc", "clang"]
     if not any(map(shutil.which, filter(None, compilers))) or not any(map(shutil.which, filter(None, c_compilers))):
         sys.exit(
-            "No C and C++ compiler was found; install one (Debian and Ubuntu: apt install build-essential; Fedora: "
+            "A C and a C++ compiler are needed, and not both were found; install them (Debian and Ubuntu: apt install build-essential; Fedora: "
             "dnf install gcc-c++; Arch: pacman -S base-devel), or name yours in CC and CXX"
         )
 
