@@ -165,7 +165,8 @@ BAD_BYTES: dict[str, tuple[bytes, str]] = {
     ),
     "string past the end": (ONE_KEY + struct.pack("<IQ", 8, 99) + bytes(16), "99 bytes are needed"),
     "string of 2^60": (ONE_KEY + struct.pack("<IQ", 8, 2**60) + bytes(16), "at most 67108864"),
-    "alignment 0": (build({"general.alignment": 0}), "expected 1 to"),
+    "alignment 0": (build({"general.alignment": 0}), "is 0, expected 8 to"),
+    "alignment 4": (build({"general.alignment": 4}), "is 4, expected 8 to"),
     "alignment 48": (build({"general.alignment": 48}), "expected a power of two"),
     "alignment of a wrong type": (build({"general.alignment": "32"}), "is string, expected an integer"),
 }

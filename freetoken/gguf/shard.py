@@ -25,7 +25,8 @@ __all__ = ["Shard", "Tensor", "open_shard"]
 MAX_DIMS = 4
 MAX_NAME_BYTES = 63
 """ggml's GGML_MAX_NAME less its terminator."""
-MAX_ALIGNMENT = 1 << 20
+MIN_ALIGNMENT, MAX_ALIGNMENT = 8, 1 << 20
+"""GGUF wants multiples of 8, and the kernels read fp32 in place."""
 _MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
 _DIM = struct.Struct("<Q")
 
@@ -100,7 +101,7 @@ def open_shard(path: Path, index: int = 0) -> Shard:
     cursor.need(16)
     n_tensors, n_keys = cursor.u64(), cursor.u64()
     metadata = read_metadata(cursor, n_keys)
-    alignment = metadata.get_int("general.alignment", 32, low=1, high=MAX_ALIGNMENT)
+    alignment = metadata.get_int("general.alignment", 32, low=MIN_ALIGNMENT, high=MAX_ALIGNMENT)
     if alignment & (alignment - 1):
         raise ModelFileError(f"{path}: key 'general.alignment' is {alignment}, expected a power of two")
     infos = _read_tensor_infos(cursor, n_tensors)
