@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -279,14 +280,20 @@ def test_failures_of_the_engine(
         b"GET\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
         b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: minus\r\n\r\n",
+        b'POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: 1_6\r\n\r\n{"prompt": "hi"}',
+        b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n{}",
+        b"GET /health HTTP/1.1\r\n folded: x\r\n\r\n",
         b"POST /completion HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         b"GET /" + b"a" * 70_000,
     ],
 )
-def test_broken_http(server: Served, raw: bytes) -> None:
+def test_broken_http(server: Served, raw: bytes, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
         client.sendall(raw)
         client.shutdown(socket.SHUT_WR)
-        while client.recv(65536):
-            pass
+        received = b""
+        while piece := client.recv(65536):
+            received += piece
+    assert re.match(rb"(HTTP/1\.1 (4\d\d|505) |$)", received), received
+    assert not [record for record in caplog.records if record.exc_info]
     assert server.get("/health").status_code == 200

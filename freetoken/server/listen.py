@@ -18,6 +18,7 @@ from typing import Any
 
 from cheroot import wsgi
 from cheroot.makefile import MakeFile
+from cheroot.server import HeaderReader, HTTPConnection, HTTPRequest
 from cheroot.ssl import Adapter
 from cheroot.workers.threadpool import ThreadPool
 from flask import Flask
@@ -49,6 +50,28 @@ class _Pool(ThreadPool):
         if self.idle <= pool._queue.qsize() and len(pool._threads) < _MAX_THREADS:
             pool._threads.append(pool._spawn_worker())
         super().put(obj)
+
+
+class _HeaderReader(HeaderReader):
+    """As cheroot's, which fails on a continuation line without a header and takes any integer of Python's as length."""
+
+    def __call__(self, rfile: Any, hdict: dict[bytes, bytes] | None = None) -> dict[bytes, bytes]:
+        """Raises ValueError, which cheroot answers with 400."""
+        try:
+            headers: dict[bytes, bytes] = super().__call__(rfile, hdict)
+        except UnboundLocalError:
+            raise ValueError("Illegal continuation line.") from None
+        if not headers.get(b"Content-Length", b"0").isdigit():
+            raise ValueError("Malformed Content-Length Header.")
+        return headers
+
+
+class _Request(HTTPRequest):
+    header_reader = _HeaderReader()
+
+
+class _Connection(HTTPConnection):
+    RequestHandlerClass = _Request
 
 
 class _Gateway(wsgi.Gateway_10):
@@ -107,6 +130,7 @@ class _Tls(Adapter):
 class _Server(wsgi.Server):
     """cheroot's server, logging through `logging`."""
 
+    ConnectionClass = _Connection
     keep_alive_conn_limit = None  # type: ignore[assignment]
     max_request_header_size = _HEADER_BYTES
 
