@@ -114,8 +114,8 @@ def check_machine() -> None:
     c_compilers = [os.environ.get("CC", "").partition(" ")[0], "cc", "gcc", "clang"]
     if not any(map(shutil.which, filter(None, compilers))) or not any(map(shutil.which, filter(None, c_compilers))):
         sys.exit(
-            "A C and a C++ compiler are needed, and not both were found; install them (Debian and Ubuntu: apt install build-essential; Fedora: "
-            "dnf install gcc-c++; Arch: pacman -S base-devel), or name yours in CC and CXX"
+            "A C and a C++ compiler are needed, and not both were found; install them (Debian and Ubuntu: apt install "
+            "build-essential; Fedora: dnf install gcc-c++; Arch: pacman -S base-devel), or name yours in CC and CXX"
         )
 
 
