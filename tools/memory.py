@@ -67,9 +67,15 @@ def wait_for(url: str, statuses: tuple[int, ...], timeout: float = 60.0) -> None
 
 
 def complete(port: int, number: int) -> None:
-    """One chat request; every fourth is long enough for the prefill path, every third streams."""
-    text = f"Question {number}: " + "tell me about the sea and the sky. " * (1 + 12 * (number % 4 == 0))
-    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, "stream": number % 3 == 0}
+    """One chat request; every tenth is long and reuses nothing, so that it is prefilled by torch; every third streams."""
+    is_long = number % 10 == 0
+    text = f"Question {number}: " + "tell me about the sea and the sky. " * (40 if is_long else 1)
+    body = {
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": 4,
+        "stream": number % 3 == 0,
+        "cache_prompt": not is_long,
+    }
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/chat/completions",
         json.dumps(body).encode(),
