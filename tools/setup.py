@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,16 +89,16 @@ def run_step(title: str, command: list[str]) -> None:
     environment.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(len(os.sched_getaffinity(0))))
     with Progress(title) as progress, LOG.open("a", encoding="utf-8") as log:
         log.write(f"\n$ {' '.join(command)}\n")
-        process = subprocess.Popen(
+        lines: deque[str] = deque(maxlen=25)
+        with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment
-        )
-        assert process.stdout is not None
-        lines: list[str] = []
-        for line in process.stdout:
-            log.write(line)
-            lines = [*lines[-24:], line]
-            progress.stage = stage_of(line) or progress.stage
-        if process.wait() == 0:
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                log.write(line)
+                lines.append(line)
+                progress.stage = stage_of(line) or progress.stage
+        if process.returncode == 0:
             progress.finish()
             return
     sys.exit(f"\n{''.join(lines)}\n{title} failed; its last lines are above, the whole log is {LOG}")
