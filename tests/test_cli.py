@@ -233,6 +233,8 @@ def test_b62_values_may_look_like_flags() -> None:
         (["--cpu-planes", "3"], ["--cpu-planes"]),
         (["--chat-template-kwargs", "[1]"], ["--chat-template-kwargs", "JSON object"]),
         (["file.gguf"], ["file.gguf"]),
+        (["-m", ""], ["-m/--model", "empty"]),
+        (["--log-file", ""], ["--log-file", "empty"]),
     ],
     ids=" ".join,
 )
@@ -458,6 +460,19 @@ def test_serve_with_a_bad_file(tmp_path: Path, name: str, content: bytes | None)
         assert child.returncode == 1
         last = error.strip().splitlines()[-1]
         assert last.startswith("ft: error: ") and name in last and "Traceback" not in error
+
+
+@pytest.mark.parametrize("command", [["serve", "--port", "0"], ["run", "-p", "hi"]], ids=lambda command: command[0])
+def test_b50_an_unknown_architecture_is_named_with_the_known_ones(
+    model: str, tmp_path: Path, command: list[str]
+) -> None:
+    path = tmp_path / "new.gguf"
+    path.write_bytes(Path(model).read_bytes().replace(b"llama", b"newer"))
+    with process(*command, "-m", str(path)) as child:
+        _, error = child.communicate(timeout=20)
+        assert child.returncode == 1
+    last = error.strip().splitlines()[-1]
+    assert "architecture 'newer' is not supported, only" in last and "qwen3moe" in last and "Traceback" not in error
 
 
 def test_serve_with_an_engine_that_fails(model: str) -> None:

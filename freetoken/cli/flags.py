@@ -121,6 +121,13 @@ def json_object(text: str) -> dict[str, object]:
     return value
 
 
+def file(text: str) -> Path:
+    """A file's path; empty text, such as a shell variable that is not set, would mean the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty, expected a file")
+    return Path(text)
+
+
 def words(text: str) -> list[str]:
     """Words separated by commas."""
     return [word for word in (part.strip() for part in text.split(",")) if word]
@@ -141,7 +148,7 @@ class Flag:
 
 
 MODEL = (
-    Flag(("-m", "--model"), "model", "the GGUF file (any shard of a split one)", Path, "FNAME", "LLAMA_ARG_MODEL"),
+    Flag(("-m", "--model"), "model", "the GGUF file (any shard of a split one)", file, "FNAME", "LLAMA_ARG_MODEL"),
     Flag(("-v", "--verbose", "--log-verbose"), "verbose", "log everything"),
     Flag(
         ("-lv", "--verbosity", "--log-verbosity"),
@@ -150,7 +157,7 @@ MODEL = (
         whole(0),
         env="LLAMA_ARG_LOG_VERBOSITY",
     ),
-    Flag(("--log-file",), "log_file", "log to a file too", Path, "FNAME", "LLAMA_ARG_LOG_FILE"),
+    Flag(("--log-file",), "log_file", "log to a file too", file, "FNAME", "LLAMA_ARG_LOG_FILE"),
     Flag(
         ("--chat-template",),
         "chat_template",
@@ -163,7 +170,7 @@ MODEL = (
         ("--chat-template-file",),
         "chat_template_file",
         "file with the chat template",
-        Path,
+        file,
         "FNAME",
         "LLAMA_ARG_CHAT_TEMPLATE_FILE",
     ),
@@ -285,13 +292,13 @@ SERVER = (
         "LLAMA_API_KEY",
         is_list=True,
     ),
-    Flag(("--api-key-file",), "api_key_file", "file with one key a line", Path, "FNAME", "LLAMA_ARG_API_KEY_FILE"),
-    Flag(("--ssl-key-file",), "ssl_key_file", "PEM file of the TLS key", Path, "FNAME", "LLAMA_ARG_SSL_KEY_FILE"),
+    Flag(("--api-key-file",), "api_key_file", "file with one key a line", file, "FNAME", "LLAMA_ARG_API_KEY_FILE"),
+    Flag(("--ssl-key-file",), "ssl_key_file", "PEM file of the TLS key", file, "FNAME", "LLAMA_ARG_SSL_KEY_FILE"),
     Flag(
         ("--ssl-cert-file",),
         "ssl_cert_file",
         "PEM file of the TLS certificate",
-        Path,
+        file,
         "FNAME",
         "LLAMA_ARG_SSL_CERT_FILE",
     ),

@@ -24,6 +24,7 @@ from freetoken.engine import Engine
 from freetoken.errors import OptionError
 from freetoken.gguf import open_model
 from freetoken.request import DoneEvent, EngineState, ErrorEvent, Request, SamplingParams, Timings, TokenEvent
+from freetoken.spec import read_architecture
 from freetoken.tokenizer import StreamDecoder, Tokenizer
 
 with contextlib.suppress(ImportError):  # some Pythons are built without it
@@ -64,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
         raise OptionError("-no-cnv needs a prompt: give one with -p")
     options = model_options(args)
     with open_model(options.path) as model:
+        read_architecture(model.metadata)
         tokenizer = Tokenizer(model.shards[0].path, model.metadata)
     template = load_template(options.chat_template, tokenizer) if is_chat else None
     engine = Engine(options, engine_options(args), tokenizer)

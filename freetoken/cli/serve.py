@@ -24,6 +24,7 @@ from freetoken.server.app import build_app
 from freetoken.server.listen import HttpServer
 from freetoken.server.model import ModelFacts, ServedModel
 from freetoken.server.state import ServerState
+from freetoken.spec import read_architecture
 from freetoken.tokenizer import Tokenizer
 
 __all__ = ["add_arguments", "run"]
@@ -31,7 +32,7 @@ __all__ = ["add_arguments", "run"]
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.01
-_GRACE_S = 1.5
+_GRACE_S = 1.0
 """How long stopping may take before the process ends without it."""
 
 
@@ -122,9 +123,9 @@ def read_model(options: ModelOptions) -> ServedModel:
 
 
 def facts_of(file: ModelFile) -> ModelFacts:
-    """The figures of /v1/models."""
+    """The figures of /v1/models. Raises UnsupportedModelError for an architecture that we do not run."""
     metadata = file.metadata
-    architecture = metadata.get_str("general.architecture", "")
+    architecture = read_architecture(metadata)
     return ModelFacts(
         n_ctx_train=metadata.get_int(f"{architecture}.context_length", 0),
         n_embd=metadata.get_int(f"{architecture}.embedding_length", 0),
