@@ -21,6 +21,7 @@ import gguf.quants
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from freetoken.cores import sleeping_openmp
 from freetoken.errors import UnsupportedModelError
 
 __all__ = [
@@ -265,8 +266,9 @@ def _ggml() -> ctypes.CDLL:
         base = _library(Path(folder) / "lib", "ggml-base")
         cpu = _library(Path(folder) / "lib", "ggml-cpu")
         if base and cpu:
-            library = ctypes.CDLL(str(base), mode=ctypes.RTLD_GLOBAL)
-            ctypes.CDLL(str(cpu)).ggml_cpu_init()
+            with sleeping_openmp():
+                library = ctypes.CDLL(str(base), mode=ctypes.RTLD_GLOBAL)
+                ctypes.CDLL(str(cpu)).ggml_cpu_init()
             library.ggml_get_type_traits.restype = ctypes.POINTER(_TypeTraits)
             library.ggml_get_type_traits.argtypes = [ctypes.c_int]
             return library

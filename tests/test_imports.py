@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import pathlib
 import subprocess
 import sys
@@ -73,3 +74,14 @@ def test_server_and_tokenizer_never_import_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_openmp_threads_sleep_whichever_library_comes_first() -> None:
+    """GNU's OpenMP tells how long an idle thread spins, once for each time that it is loaded."""
+    environ = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | {"OMP_DISPLAY_ENV": "verbose"}
+    for first in ("import freetoken.tokenizer", "from freetoken import quants; quants.to_float_pointer(16)", "pass"):
+        code = f"{first}; from freetoken.runner import import_prefill; import_prefill(); import os; print(os.environ)"
+        done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+        spins = [line.split("=")[1].strip() for line in done.stderr.splitlines() if "GOMP_SPINCOUNT" in line]
+        assert spins and set(spins) == {"'0'"}, (first, spins)
+        assert "OMP_WAIT_POLICY" not in done.stdout

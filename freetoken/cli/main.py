@@ -28,7 +28,7 @@ _THREAD_ENVIRONMENT = {
     "GOMP_SPINCOUNT": "0",
     "KMP_BLOCKTIME": "0",
 }
-"""Read by OpenMP when torch is imported: its workers sleep at once instead of spinning beside ours."""
+"""`cores.sleeping_openmp` for the whole process: set before there are threads, since one may not change it then."""
 
 
 def usage() -> str:

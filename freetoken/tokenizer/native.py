@@ -15,9 +15,11 @@ import weakref
 from pathlib import Path
 from typing import Any, Final
 
-import llama_cpp
-
+from freetoken.cores import sleeping_openmp
 from freetoken.errors import ModelFileError
+
+with sleeping_openmp():
+    import llama_cpp
 
 __all__ = ["VOCAB_TYPES", "LlamaVocab"]
 
