@@ -67,7 +67,7 @@ def wait_for(url: str, statuses: tuple[int, ...], timeout: float = 60.0) -> None
 
 
 def complete(port: int, number: int) -> None:
-    """One chat request; every tenth is long and reuses nothing, so that it is prefilled by torch; every third streams."""
+    """One chat request; every tenth is long and reuses nothing, so that torch prefills it; every third streams."""
     is_long = number % 10 == 0
     text = f"Question {number}: " + "tell me about the sea and the sky. " * (40 if is_long else 1)
     body = {
