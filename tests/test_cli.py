@@ -349,6 +349,17 @@ def test_help_of_serve_shows_every_flag_and_variable(capsys: pytest.CaptureFixtu
             assert name in text
 
 
+@pytest.mark.parametrize(
+    ("redirection", "code", "error"),
+    [(">/dev/full", 1, "No space left"), (">&-", 0, ""), ("<&-", 0, ""), ("2>&-", 0, "")],
+)
+def test_standard_streams_that_are_full_or_closed(redirection: str, code: int, error: str) -> None:
+    line = f"'{sys.executable}' -m freetoken info --help {redirection}"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=20)
+    assert done.returncode == code
+    assert error in done.stderr and done.stderr.count("\n") <= 1
+
+
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["srve"]) == 2
     assert "unknown command 'srve'" in capsys.readouterr().err

@@ -41,17 +41,29 @@ def usage() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code. Errors are one line on stderr."""
     arguments = sys.argv[1:] if argv is None else argv
+    _replace_closed_streams()
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
     except FreeTokenError as error:
         print(f"ft: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output has left; what Python flushes at exit must go nowhere.
+    except OSError as error:
+        # Our output has no reader any more, or no space; what Python flushes at exit must go nowhere.
+        if not isinstance(error, BrokenPipeError):
+            print(f"ft: error: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _replace_closed_streams() -> None:
+    """Python has None for standard streams that were closed when it started."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _dispatch(arguments: list[str]) -> int:
