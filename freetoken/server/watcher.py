@@ -55,11 +55,11 @@ class Watcher:
 
     def _run(self) -> None:
         while True:
-            for fd, _ in self._epoll.poll():
-                if fd == self._woken.fileno():
-                    return
-                with self._lock:
-                    callback = self._callbacks.pop(fd, None)
-                    if callback is not None:
-                        self._epoll.unregister(fd)
-                        callback()
+            self._epoll.poll()
+            with self._lock:
+                # Asked again: what was seen before the lock may be unwatched by now, its number a new client's.
+                for fd, _ in self._epoll.poll(0):
+                    if fd == self._woken.fileno():
+                        return
+                    self._epoll.unregister(fd)
+                    self._callbacks.pop(fd)()
