@@ -399,3 +399,53 @@ def test_dry_breakers_of_a_real_vocabulary(smollm2_path: Path) -> None:
     assert tokenizer._vocab is not None
     got = {t.token: math.exp(t.logprob) for t in sampled.top}
     assert_same(got, theirs(params, logits, ids, tokenizer._vocab._vocab))
+
+
+EXTREMES = (0.0, 0.5, 1.0, -1.0, 2.0, 5.0, 1e-45, 1e-38, 1e-30, 1e30, -1e30, 3.4e38, -3.4e38)
+"""For the fields that a client may set to any fp32 number."""
+UNBOUNDED = (
+    "temperature",
+    "dynatemp_range",
+    "dynatemp_exponent",
+    "top_n_sigma",
+    "typical_p",
+    "repeat_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "dry_multiplier",
+    "dry_base",
+    "mirostat_tau",
+    "mirostat_eta",
+)
+
+
+def test_extreme_settings_give_a_token_or_a_refusal() -> None:
+    rng = np.random.default_rng(9)
+    n_drawn = 0
+    for case in range(1500):
+        names = rng.choice(UNBOUNDED, rng.choice([1, 2, 5, len(UNBOUNDED)]), replace=False)
+        changes: dict[str, Any] = {str(name): float(rng.choice(EXTREMES)) for name in names}
+        changes |= {"mirostat": int(rng.choice([0, 0, 1, 2])), "n_probs": 3, "post_sampling_probs": bool(case % 2)}
+        changes |= {"xtc_probability": float(rng.choice([0, 1])), "xtc_threshold": float(rng.choice([0, 0.1]))}
+        changes |= {"min_keep": int(rng.choice([0, 2**31 - 1])), "top_p": float(rng.choice([0, 0.9, 1]))}
+        logits = logits_of(case, spread=float(rng.choice([0, 1, 1e4, 1e30])))
+        try:
+            sampler = Sampler(SamplingParams(seed=case, **changes), Words(), [20, 21, 20, 21, 20])
+            for _ in range(2):
+                sampled = sampler.sample(logits)
+                sampler.accept(sampled.token)
+                assert 0 <= sampled.token < N_VOCAB
+                values = [sampled.logprob, *(t.logprob for t in sampled.top)]
+                assert not any(value is None or math.isnan(value) for value in values), changes
+                n_drawn += 1
+        except RequestError:
+            continue
+    assert n_drawn > 1000
+
+
+@pytest.mark.parametrize("value", [1e-45, 1e-38, 1e-30])
+def test_a_tiny_temperature_is_greedy(value: float) -> None:
+    logits = logits_of(3, spread=100.0)
+    assert ours(SamplingParams(temperature=value, n_probs=5, post_sampling_probs=True), logits, []) == {
+        int(logits.argmax()): 1.0
+    }

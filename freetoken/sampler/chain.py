@@ -83,8 +83,13 @@ class Sampler:
     def sample(self, logits: np.ndarray) -> SampledToken:
         """Draw a token from logits fp32 [n_vocab], which stay as they are.
 
-        Raises EngineError for logits that are NaN or infinite, RequestError when every token is banned.
+        Raises EngineError for logits that are NaN or infinite, RequestError when every token is banned or the request's
+        settings lead beyond fp32.
         """
+        with np.errstate(all="ignore"):
+            return self._sample(logits)
+
+    def _sample(self, logits: np.ndarray) -> SampledToken:
         candidates = Candidates(logits)
         _check_finite(logits)
         if len(self._bias_tokens):
@@ -93,6 +98,8 @@ class Sampler:
                 raise RequestError("every token is banned: take some of them out of logit_bias")
         for step in self._steps:
             step(candidates)
+            if not np.isfinite(candidates.logits.max(initial=-np.inf)):
+                raise RequestError("the sampler's settings lead beyond fp32: the largest logit is not finite any more")
         if self._is_greedy:
             index = candidates.top()
         elif self._mirostat is not None:

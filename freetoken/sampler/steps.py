@@ -88,19 +88,22 @@ def xtc(candidates: Candidates, threshold: float, min_keep: int) -> None:
 
 
 def temperature(candidates: Candidates, value: float, spread: float = 0.0, exponent: float = 1.0) -> None:
-    """Divide the logits by a temperature; with a spread it follows the entropy. 0 or less leaves only the largest."""
+    """Divide the logits by a temperature; with a spread it follows the entropy. 0 or less leaves only the largest, as
+    does one so small that fp32 cannot hold the quotients."""
     if spread > 0.0:
         if len(candidates) <= 1:
             return
         candidates.sort()
         value = _dynamic_temperature(candidates, value, spread, exponent)
-    if value <= 0.0:
-        top = candidates.top()
-        logits = np.full_like(candidates.logits, -np.inf)
-        logits[top] = candidates.logits[top]
-        candidates.replace(logits)
-    else:
-        candidates.replace(candidates.logits / np.float32(value))
+    if value > 0.0:
+        scaled = candidates.logits / np.float32(value)
+        if np.isfinite(scaled.max()):
+            candidates.replace(scaled)
+            return
+    top = candidates.top()
+    logits = np.full_like(candidates.logits, -np.inf)
+    logits[top] = candidates.logits[top]
+    candidates.replace(logits)
 
 
 def _dynamic_temperature(candidates: Candidates, value: float, spread: float, exponent: float) -> float:
@@ -109,4 +112,4 @@ def _dynamic_temperature(candidates: Candidates, value: float, spread: float, ex
     entropy = -float(np.sum(positive * np.log(positive), dtype=np.float32))
     share = max(entropy, 0.0) / float(np.log(len(candidates)))
     low, high = max(0.0, value - spread), value + spread
-    return low + (high - low) * float(share**exponent)
+    return low + (high - low) * float(np.float64(share) ** exponent)
