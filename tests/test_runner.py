@@ -345,3 +345,18 @@ def test_smollm2_with_2048_positions_fits_beside_its_file(smollm2_path: Path) ->
     command = [sys.executable, "-c", MEMORY_SCRIPT, str(smollm2_path)]
     found = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
     assert float(found.stdout) < 400, "MiB, torch included; the server may add 50"
+
+
+@pytest.mark.weights
+def test_smollm2_gives_the_same_bits_whatever_runs_it(smollm2_path: Path) -> None:
+    tokens = prompt(6)
+    with kernels("portable"), running(smollm2_path, n_threads=2) as runner:
+        want = steps_of(runner, tokens)
+    for variant in native_variants():
+        for n_threads in (1, 2):
+            with kernels(variant), running(smollm2_path, n_threads=n_threads, n_sequences=4, n_parallel=4) as runner:
+                assert np.array_equal(steps_of(runner, tokens), want), (variant, n_threads)
+                sequences = [runner.new_sequence() for _ in range(4)]
+                for step, row in enumerate(want):
+                    logits = runner.decode(sequences, [tokens[step], *prompt(3, seed=step)])
+                    assert np.array_equal(logits[0], row), (variant, n_threads, step)
