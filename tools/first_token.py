@@ -1,0 +1,90 @@
+"""Seconds from starting `ft serve` to the first token of a request that is sent at once and repeated until it is taken.
+
+python tools/first_token.py -m model.gguf [-r 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+RETRY_S = 0.01
+GIVE_UP_S = 60.0
+
+
+@dataclass(frozen=True)
+class Started:
+    """A running server and what its first request met. `saw_loading`: a 503 came before the answer."""
+
+    process: subprocess.Popen[str]
+    port: int
+    seconds: float
+    saw_loading: bool
+    first_line: bytes
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def first_line_of_stream(port: int) -> bytes:
+    """The first event of a streamed completion; an OSError while nobody listens, HTTPError 503 while loading."""
+    body = {"prompt": "ab", "n_predict": 4, "stream": True, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return bytes(answer.readline())
+
+
+def start(path: Path) -> Started:
+    """Start a server and wait for its first token. RuntimeError where it ends or does not answer."""
+    port = free_port()
+    started = time.monotonic()
+    command = [sys.executable, "-m", "freetoken", "serve", "-m", str(path), "--port", str(port), "-c", "512"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    saw_loading = False
+    while time.monotonic() - started < GIVE_UP_S:
+        try:
+            line = first_line_of_stream(port)
+            return Started(process, port, time.monotonic() - started, saw_loading, line)
+        except urllib.error.HTTPError as error:
+            saw_loading = json.load(error)["error"]["message"] == "Loading model"
+        except OSError:
+            if process.poll() is not None:
+                break
+        time.sleep(RETRY_S)
+    process.kill()
+    raise RuntimeError(f"no token within {GIVE_UP_S:.0f} s: {process.communicate()[1]}")
+
+
+def main() -> None:
+    """Print the times of some starts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-m", "--model", type=Path, required=True)
+    parser.add_argument("-r", "--repetitions", type=int, default=5)
+    args = parser.parse_args()
+    times = []
+    for _ in range(args.repetitions):
+        server = start(args.model)
+        server.process.terminate()
+        server.process.communicate()
+        times.append(server.seconds)
+    spread = f"{min(times):.2f} to {max(times):.2f}"
+    print(f"first token after {statistics.median(times):.2f} s (median of {len(times)}, {spread})")
+
+
+if __name__ == "__main__":
+    main()
