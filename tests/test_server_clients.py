@@ -239,9 +239,18 @@ def test_a_port_in_use() -> None:
         state.dispose()
 
 
-def test_an_address_that_is_not_ours() -> None:
-    state = ServerState(ServerOptions(host="203.0.113.7", port=0))
-    with pytest.raises(FreeTokenError, match=r"couldn't bind to 203\.0\.113\.7"):
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        ("203.0.113.7", r"couldn't bind to 203\.0\.113\.7:0: "),
+        ("", "--host: the address is empty"),
+        ("..", r"couldn't bind to \.\.:0: "),
+        ("/no/such/folder/x.sock", r"couldn't bind to /no/such/folder/x\.sock: No such file"),
+    ],
+)
+def test_an_address_that_cannot_be_used(host: str, words: str) -> None:
+    state = ServerState(ServerOptions(host=host, port=0))
+    with pytest.raises(FreeTokenError, match=words):
         HttpServer(build_app(state), state.options)
     state.dispose()
 

@@ -170,6 +170,8 @@ class HttpServer:
 
     def __init__(self, app: Flask, options: ServerOptions) -> None:
         host = options.host
+        if not host:
+            raise OptionError("--host: the address is empty, expected one such as 127.0.0.1, or 0.0.0.0 for all")
         is_unix = host.endswith(".sock")
         self._server = _Server(
             host if is_unix else (host, options.port),
@@ -185,8 +187,8 @@ class HttpServer:
             self._server.ssl_adapter = _Tls(options.ssl_cert_file, options.ssl_key_file)
         try:
             self._server.prepare()
-        except OSError as error:
-            raise _bind_error(error, host, options.port) from None
+        except (OSError, UnicodeError) as error:
+            raise _bind_error(error, host if is_unix else f"{host}:{options.port}") from None
         scheme = "https" if self._server.ssl_adapter is not None else "http"
         self.port = 0 if is_unix else int(self._server.bind_addr[1])
         name = f"[{host}]" if ":" in host else host
@@ -203,10 +205,10 @@ class HttpServer:
         self._thread.join()
 
 
-def _bind_error(error: OSError, host: str, port: int) -> FreeTokenError:
+def _bind_error(error: OSError | UnicodeError, address: str) -> FreeTokenError:
     """cheroot folds the reason into its message."""
     text = str(error)
-    if error.errno == errno.EADDRINUSE or f"Errno {errno.EADDRINUSE}]" in text:
-        return FreeTokenError(f"couldn't bind to {host}:{port}: the port is in use; choose another one with --port")
+    if f"Errno {errno.EADDRINUSE}]" in text:
+        return FreeTokenError(f"couldn't bind to {address}: the port is in use; choose another one with --port")
     reason = text.split("] ", 1)[-1].rstrip(")")
-    return FreeTokenError(f"couldn't bind to {host}:{port}: {reason}")
+    return FreeTokenError(f"couldn't bind to {address}: {reason}")
