@@ -206,7 +206,7 @@ def test_routes_that_we_do_not_have_are_said(server: Served, path: str) -> None:
 def test_images_are_refused(server: Served) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     response = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": [part]}]})
-    check_error(response, 501, "not_supported_error", "image_url")
+    check_error(response, 400, "invalid_request_error", "image input is not supported")
     response = server.post("/completion", {"prompt": {"prompt_string": "x", "multimodal_data": ["AAAA"]}})
     check_error(response, 501, "not_supported_error", "multimodal_data")
 

@@ -6,6 +6,7 @@ out what a template can do, `template` renders, `builtin` holds the templates th
 
 from freetoken.chat.builtin import BUILTIN_NAMES
 from freetoken.chat.load import load_template, prompt_tokens
+from freetoken.chat.messages import read_messages
 from freetoken.chat.template import ChatTemplate
 
-__all__ = ["BUILTIN_NAMES", "ChatTemplate", "load_template", "prompt_tokens"]
+__all__ = ["BUILTIN_NAMES", "ChatTemplate", "load_template", "prompt_tokens", "read_messages"]

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from freetoken.chat import ChatTemplate
+from freetoken.chat import ChatTemplate, read_messages
 from freetoken.server.fields import has, json_type, read_bool, read_int, read_string, read_strings
 from freetoken.server.refuse import invalid, not_supported
 
 __all__ = ["completion_body", "render_prompt"]
 
 Json = dict[str, Any]
-_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 def completion_body(body: Json, template: ChatTemplate, default_kwargs: dict[str, object]) -> Json:
@@ -67,34 +66,7 @@ def checked_messages(body: Json) -> list[Json]:
     messages = body["messages"]
     if not isinstance(messages, list):
         raise invalid("Expected 'messages' to be an array")
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise invalid(f"messages[{i}]: type must be object, but is {json_type(message)}")
-        if not isinstance(message.get("role"), str):
-            raise invalid(f"messages[{i}]: 'role' is required and must be a string")
-        _check_content(message, f"messages[{i}]")
-    return messages
-
-
-def _check_content(message: Json, where: str) -> None:
-    if "content" not in message:
-        if message["role"] != "assistant":
-            raise invalid(f"{where}: a message of {message['role'][:20]!r} needs 'content'")
-        if "tool_calls" not in message:
-            raise invalid(f"{where}: an assistant's message needs 'content' or 'tool_calls'")
-        return
-    content = message["content"]
-    if content is None or isinstance(content, str):
-        return
-    if not isinstance(content, list):
-        raise invalid(f"{where}: Expected 'content' to be a string or an array")
-    for part in content:
-        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-            raise invalid(f"{where}: each part of 'content' must be an object with a 'type'")
-        if part["type"] not in _TEXT_PARTS:
-            raise not_supported(f"{where}: content of type '{part['type']}' is not supported by this server yet")
-        if not isinstance(part.get("text"), str):
-            raise invalid(f"{where}: a text part of 'content' must have a string 'text'")
+    return read_messages(messages)
 
 
 def _text_of(message: Json) -> str:
