@@ -17,6 +17,7 @@ import numpy as np
 from freetoken import native
 from freetoken.batch import Batch, Stopped
 from freetoken.blocks import Experts, Model, Norm, RopeTable, Weight
+from freetoken.cpu import many
 from freetoken.cpu.quiet_torch import torch
 from freetoken.kvcache import PAGE, KVCache
 
@@ -87,6 +88,8 @@ class PrefillOps:
         return torch.from_numpy(x).mul_(scale)
 
     def linear(self, x: Tensor, weight: Weight) -> Tensor:
+        if many.can_multiply(weight):
+            return torch.from_numpy(many.multiply(self._pool, weight, x.contiguous().numpy()))
         y = torch.empty(x.shape[0], weight.rows)
         self._multiply(x, weight, 0, weight.rows, y)
         if weight.bias is not None:
@@ -271,6 +274,9 @@ class PrefillOps:
         return ids, weights * scale
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, bank: Experts, activation: str = "silu") -> Tensor:
+        if many.can_mix(bank):
+            routed = ids.to(torch.int32).contiguous().numpy(), weights.contiguous().numpy()
+            return torch.from_numpy(many.mix_experts(self._pool, bank, x.contiguous().numpy(), *routed, activation))
         order = torch.argsort(ids.reshape(-1), stable=True)
         token_of = order // ids.shape[1]
         weight_of = weights.reshape(-1, 1)[order]
