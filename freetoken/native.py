@@ -23,7 +23,6 @@ from freetoken.quants import row_bytes, to_float_pointer
 
 __all__ = [
     "KV_PAGE",
-    "MAX_PAIRS",
     "MAX_TOKENS",
     "OP_ADD",
     "OP_ATTENTION",
@@ -63,8 +62,6 @@ MAX_TOKENS = 8
 """Token rows of one program (FT_MAX_TOKENS)."""
 KV_PAGE = 256
 """Positions of one KV page (FT_KV_PAGE)."""
-MAX_PAIRS = 1 << 20
-"""Rows of one product of many tokens; of experts, tokens times experts of each."""
 ALIGNMENT = 64
 SPIN_US = 200
 """How long idle workers spin before they sleep: longer than what lies between two decode steps."""
@@ -290,7 +287,7 @@ class Pool:
     def run_many(
         self, code: int, n: int, arrays: Sequence[np.ndarray | None], fields: Sequence[int], scratch_at: int
     ) -> None:
-        """Run an OP_MATVEC or OP_EXPERTS over n tokens, any number up to MAX_PAIRS, outside a program.
+        """Run an OP_MATVEC or OP_EXPERTS over n tokens, any number up to 2^24, outside a program.
 
         Contiguous arrays and fields in the order of freetoken.h; the scratch, pointer `scratch_at`, is the pool's and
         kept for the next call, so one thread calls this at a time. Raises EngineError naming a malformed operation.

@@ -13,6 +13,9 @@ __all__ = ["ACTIVATIONS", "can_mix", "can_multiply", "mix_experts", "multiply"]
 ACTIVATIONS = {"silu": 0, "gelu": 1}
 """The native numbers of `blocks.Ops`' activations."""
 
+MAX_PAIRS = 8192
+"""Tokens times experts of one native call: its scratch is some 14 KB a pair (d 2048, ff 768). More go in parts."""
+
 
 def can_multiply(weight: Weight) -> bool:
     """Whether `multiply` takes a weight: the kernels in use have a product for its type."""
@@ -25,7 +28,7 @@ def can_mix(bank: Experts) -> bool:
 
 
 def multiply(pool: native.Pool, weight: Weight, x: np.ndarray) -> np.ndarray:
-    """Fp32 [n, rows]: contiguous fp32 x [n, cols] times the weight's rows, plus its bias; n up to native.MAX_PAIRS.
+    """Fp32 [n, rows]: contiguous fp32 x [n, cols] times the weight's rows, plus its bias.
 
     Raises EngineError when shapes do not fit or the kernels lack the type.
     """
@@ -42,8 +45,7 @@ def mix_experts(
 ) -> np.ndarray:
     """Fp32 [n, d]: outputs of each token's experts for x [n, d], times their weights, summed in the order of the ids.
 
-    `ids` int32 and `weights` fp32 [n, n_used], contiguous; n * n_used up to native.MAX_PAIRS. An id below 0 adds
-    nothing. Raises as `multiply`.
+    `ids` int32 and `weights` fp32 [n, n_used], contiguous; an id below 0 adds nothing. Raises as `multiply`.
     """
     n, d = len(x), bank.down.rows
     _check(x, np.float32, n, d)
@@ -53,9 +55,11 @@ def mix_experts(
     banks = bank.gate, bank.up, bank.down
     types, row_bytes = [b.type for b in banks], [b.row_bytes for b in banks]
     fields = bank.n_expert, bank.n_used, d, bank.gate.rows, *types, *row_bytes, ACTIVATIONS[activation]
-    if n:
-        arrays = x, ids, weights, *(b.data for b in banks), None, y
-        pool.run_many(native.OP_EXPERTS, n, arrays, fields, scratch_at=8)
+    step = max(MAX_PAIRS // bank.n_used, 1)
+    for first in range(0, n, step):
+        some = slice(first, min(first + step, n))
+        arrays = x[some], ids[some], weights[some], *(b.data for b in banks), None, y[some]
+        pool.run_many(native.OP_EXPERTS, some.stop - first, arrays, fields, scratch_at=8)
     return y
 
 

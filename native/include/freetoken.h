@@ -123,7 +123,7 @@ FT_API int64_t ft_attn_scratch_bytes(int n_tokens, int n_head, int head_dim_v, i
 FT_API int64_t ft_experts_scratch_bytes(int n_tokens, int k, int64_t d, int64_t ff, int n_threads);
 
 /* --- many tokens -------------------------------------------------------------------------------------------- */
-/* Products of any number of tokens (up to 2^20, times k for experts) for prefill; docs/numerics.md, section 8. The
+/* Products of any number of tokens (up to 2^24, times k for experts) for prefill; docs/numerics.md, section 8. The
  * operation is laid out as in a program, x and y without gaps between rows:
  * FT_OP_MATVEC: p0 const float *x [n, cols], p1, p2, p3, i0 to i3 as above, p4 scratch; y [n, rows].
  * FT_OP_EXPERTS: p0 to p5, p7, i0 to i10 as above, p8 scratch. */

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kMaxTokens = 512;     // of one claim: its results stay in the second cache
 constexpr int64_t kMergePiece = 512;    // columns of one claim of the merge
-constexpr int64_t kMaxRows = 1 << 20;   // tokens, and token-expert pairs, of one call
+constexpr int64_t kMaxRows = 1 << 24;   // tokens, and token-expert pairs, of one call
 constexpr int64_t kMaxExperts = 1 << 16;
 constexpr int64_t kClaimsPerThread = 4;
 
