@@ -1,6 +1,6 @@
 """The model at work: threads, KV cache and recorded programs of one open file. Called by the engine thread only.
 
-`prefill` stores a prompt (torch for long chunks, native steps for short ones), `decode` one more token
+`prefill` stores a prompt (`cpu.prefill` for long chunks, native steps for short ones), `decode` one more token
 of each of several sequences. Both count the tokens in their sequences once keys and values are stored, so that a call
 that raises leaves every sequence as it was.
 """

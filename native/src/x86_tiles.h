@@ -32,7 +32,7 @@ struct Lanes {
 struct Lanes {
   using I = __m256i;
   using F = __m256;
-  static constexpr int kLanes = 8, kTokens = 4;
+  static constexpr int kLanes = 8, kTokens = 3;  // four spill a sum
   FT_INLINE static I zero() { return _mm256_setzero_si256(); }
   FT_INLINE static F zero_f() { return _mm256_setzero_ps(); }
   FT_INLINE static I get(const int16_t *p) { return load(p); }
@@ -208,12 +208,12 @@ inline void tile_some(int n, const Tile &tile, const TileAct &layout, const uint
   switch (n) {
     case 1: return tile_tokens<1, T>(tile, layout, act, at, n_cols, y);
     case 2: return tile_tokens<2, T>(tile, layout, act, at, n_cols, y);
-    case 3: return tile_tokens<3, T>(tile, layout, act, at, n_cols, y);
 #ifdef __AVX512VNNI__
+    case 3: return tile_tokens<3, T>(tile, layout, act, at, n_cols, y);
+    case 4: return tile_tokens<4, T>(tile, layout, act, at, n_cols, y);
     case 5: return tile_tokens<5, T>(tile, layout, act, at, n_cols, y);
-    case 6: return tile_tokens<6, T>(tile, layout, act, at, n_cols, y);
 #endif
-    default: return tile_tokens<4, T>(tile, layout, act, at, n_cols, y);
+    default: return tile_tokens<Lanes::kTokens, T>(tile, layout, act, at, n_cols, y);
   }
 }
 
