@@ -134,21 +134,14 @@ FT_INLINE void put_columns(Tile &tile, int first_row, int at) {
   }
 }
 
-// Asks for a piece of a row.
-template <class T>
-FT_INLINE void fetch(const uint8_t *src) {
-  for (int at = 0; at < kPiece / T::kBlock * T::kBlockBytes; at += 64) {
-    _mm_prefetch(reinterpret_cast<const char *>(src + at), _MM_HINT_T0);
-  }
-}
-
 template <class T>
 inline void unpack_tile(const uint8_t *w, int64_t row_bytes, int n_rows, int n_cols, Tile &tile) {
+  constexpr int kNext = kPiece / T::kBlock * T::kBlockBytes;
   for (int first = 0; first < kTileRows; first += 8) {
     for (int i = 0; i < 8; ++i) {
       const int r = first + i;
       const uint8_t *src = w + (r < n_rows ? r : n_rows - 1) * row_bytes;
-      fetch<T>(src + kPiece / T::kBlock * T::kBlockBytes);
+      for (int at = 0; at < kNext; at += 64) _mm_prefetch(reinterpret_cast<const char *>(src + kNext + at), _MM_HINT_T0);
       T::unpack(src, n_cols, tile.rows[i], tile, r);
     }
     for (int at = 0; at < n_cols; at += 32) put_columns(tile, first, at);
@@ -231,7 +224,6 @@ inline void tile_product(const uint8_t *w, int64_t row_bytes, int64_t n_cols, in
   Tile tile;
   const TileAct layout(T::kBlock, T::kGroup, n_cols);
   const int64_t turns = (n + Lanes::kTokens - 1) / Lanes::kTokens;
-  for (int r = 0; r < n_rows; ++r) fetch<T>(w + r * row_bytes);
   std::memset(y, 0, size_t(n) * kTileRows * sizeof(float));
   for (int64_t at = 0; at < n_cols; at += kPiece) {
     const int width = int(n_cols - at < kPiece ? n_cols - at : kPiece);
