@@ -49,6 +49,7 @@ __all__ = [
     "cpu_features",
     "cpu_quota",
     "experts_scratch_bytes",
+    "has_many",
     "physical_cores",
     "physical_cpus",
     "set_variant",
@@ -119,6 +120,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ft_run": (_INT, [_PTR, _PTR, _INT]),
     "ft_attn_scratch_bytes": (_I64, [_INT, _INT, _INT, _I64, _INT]),
     "ft_experts_scratch_bytes": (_I64, [_INT, _INT, _I64, _I64, _INT]),
+    "ft_many_has": (_INT, [_INT]),
+    "ft_many_scratch_bytes": (_I64, [_PTR]),
+    "ft_many_run": (_INT, [_PTR, _PTR]),
     "ft_dequantize": (_INT, [_PTR, _INT, _PTR, _I64, _I64, _I64, _PTR]),
 }
 
@@ -198,6 +202,11 @@ def can_decode(type_id: int) -> bool:
     return bool(library.ft_can_decode(type_id))
 
 
+def has_many(type_id: int) -> bool:
+    """Whether the kernels in use multiply many tokens by weights of a type: see `Pool.run_many`."""
+    return bool(_library().ft_many_has(type_id))
+
+
 def act_bytes(cls: int, n_cols: int, n_tokens: int) -> int:
     """Bytes of the quantised activations of n_tokens rows of n_cols values, a multiple of the class (32 or 256)."""
     if cls not in (32, 256) or n_cols % cls:
@@ -242,6 +251,7 @@ class Pool:
         if self._handle is None:
             raise EngineError(f"a pool of {n_threads} threads could not be started (CPUs: {cpus}, spin: {spin_us} us)")
         self.n_threads = n_threads
+        self._scratch = np.empty(0, np.uint8)
 
     @property
     def handle(self) -> int:
@@ -273,6 +283,28 @@ class Pool:
         arguments = self.handle, type_id, data.ctypes.data, rows, cols, data.shape[1], out.ctypes.data
         if not can_decode(type_id) or _library().ft_dequantize(*arguments) != 0:
             raise EngineError(f"weights of ggml type {type_id} cannot be decoded to {rows} x {cols} values")
+
+    def run_many(
+        self, code: int, n: int, arrays: Sequence[np.ndarray | None], fields: Sequence[int], scratch_at: int
+    ) -> None:
+        """Run an OP_MATVEC or OP_EXPERTS over n tokens, any number up to 2^24, outside a program.
+
+        Contiguous arrays and fields in the order of freetoken.h; the scratch, pointer `scratch_at`, is the pool's and
+        kept for the next call, so one thread calls this at a time. Raises EngineError naming a malformed operation.
+        """
+        op = Op(code=code, n=n)
+        op.i[: len(fields)] = fields
+        for index, array in enumerate(arrays):
+            op.p[index] = None if array is None else array.ctypes.data
+        library = _library()
+        n_bytes = library.ft_many_scratch_bytes(ctypes.byref(op))
+        if n_bytes > self._scratch.size:
+            self._scratch = aligned(n_bytes)
+        op.p[scratch_at] = self._scratch.ctypes.data
+        if n_bytes < 0 or library.ft_many_run(self.handle, ctypes.byref(op)) != 0:
+            raise EngineError(
+                f"operation {OP_NAMES[code]} over {n} tokens is malformed or lacks memory: fields {list(fields)}"
+            )
 
     def __enter__(self) -> Pool:
         return self

@@ -46,7 +46,7 @@ PAUSE_S = 0.3
 """Between runs, so that no thread of the other side still spins."""
 OPENMP_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS")
 """Left unset for both workers: each engine chooses for itself."""
-BARS = {"SmolLM2 decode": 0.9, "SmolLM2 prompt": 1.5, "MoE decode": 0.8}
+BARS = {"SmolLM2 decode": 0.9, "SmolLM2 prompt": 1.5, "MoE decode": 0.8, "MoE prompt": 1.0}
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,9 @@ def main() -> int:
         add(measure("SmolLM2 prompt", args.smollm2, is_decode=False, **common))
     if args.moe:
         with tempfile.TemporaryDirectory() as folder:
-            add(measure("MoE decode", moe_file(args.moe, Path(folder)), is_decode=True, **common))
+            path = moe_file(args.moe, Path(folder))
+            add(measure("MoE decode", path, is_decode=True, **common))
+            add(measure("MoE prompt", path, is_decode=False, **common))
     if args.json:
         args.json.write_text(json.dumps({"machine": facts, "results": [asdict(r) for r in results]}, indent=1))
     return int(not all(r.is_good for r in results))

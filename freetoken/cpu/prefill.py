@@ -1,7 +1,8 @@
-"""Prefill: a long chunk of one sequence, in torch, fp32.
+"""Prefill: a long chunk of one sequence, in fp32 (docs/numerics.md, section 8).
 
-Weights are decoded natively, a cache-sized tile at a time, and multiplied by torch; attention reads the sequence's
-pages. Only the head follows docs/numerics.md, through `Decoder.head_logits`. The runner calls `Prefill.run`, which runs
+Products are native (`many`); weights that it has no product for are decoded, a cache-sized tile at a time, and
+multiplied by torch, which does all the rest; attention reads the sequence's pages. Only the head has the arithmetic of
+a decode step, through `Decoder.head_logits`. The runner calls `Prefill.run`, which runs
 the model's `forward` over a `PrefillOps`; nothing here knows an architecture.
 """
 
@@ -17,6 +18,7 @@ import numpy as np
 from freetoken import native
 from freetoken.batch import Batch, Stopped
 from freetoken.blocks import Experts, Model, Norm, RopeTable, Weight
+from freetoken.cpu import many
 from freetoken.cpu.quiet_torch import torch
 from freetoken.kvcache import PAGE, KVCache
 
@@ -87,6 +89,8 @@ class PrefillOps:
         return torch.from_numpy(x).mul_(scale)
 
     def linear(self, x: Tensor, weight: Weight) -> Tensor:
+        if many.can_multiply(weight):
+            return torch.from_numpy(many.multiply(self._pool, weight, x.contiguous().numpy()))
         y = torch.empty(x.shape[0], weight.rows)
         self._multiply(x, weight, 0, weight.rows, y)
         if weight.bias is not None:
@@ -271,6 +275,9 @@ class PrefillOps:
         return ids, weights * scale
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, bank: Experts, activation: str = "silu") -> Tensor:
+        if many.can_mix(bank):
+            routed = ids.to(torch.int32).contiguous().numpy(), weights.contiguous().numpy()
+            return torch.from_numpy(many.mix_experts(self._pool, bank, x.contiguous().numpy(), *routed, activation))
         order = torch.argsort(ids.reshape(-1), stable=True)
         token_of = order // ids.shape[1]
         weight_of = weights.reshape(-1, 1)[order]

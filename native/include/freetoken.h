@@ -122,6 +122,15 @@ FT_API int ft_run(ft_pool *pool, const ft_op *ops, int n_ops);
 FT_API int64_t ft_attn_scratch_bytes(int n_tokens, int n_head, int head_dim_v, int64_t max_positions, int n_threads);
 FT_API int64_t ft_experts_scratch_bytes(int n_tokens, int k, int64_t d, int64_t ff, int n_threads);
 
+/* --- many tokens -------------------------------------------------------------------------------------------- */
+/* Products of any number of tokens (up to 2^24, times k for experts) for prefill; docs/numerics.md, section 8. The
+ * operation is laid out as in a program, x and y without gaps between rows:
+ * FT_OP_MATVEC: p0 const float *x [n, cols], p1, p2, p3, i0 to i3 as above, p4 scratch; y [n, rows].
+ * FT_OP_EXPERTS: p0 to p5, p7, i0 to i10 as above, p8 scratch. */
+FT_API int ft_many_has(int type);                     /* 1: these kernels multiply many tokens by weights of a type */
+FT_API int64_t ft_many_scratch_bytes(const ft_op *op); /* 64-aligned, pointers are not read; -1: malformed */
+FT_API int ft_many_run(ft_pool *pool, const ft_op *op); /* 0, -1: malformed, -2: no memory */
+
 /* --- whole tensors ------------------------------------------------------------------------------------------ */
 /* dst[n_rows, n_cols] = decoded rows. dst_type 0 = f32. 0 or -1 (no decoder). */
 FT_API int ft_dequantize(ft_pool *pool, int type, const void *src, int64_t n_rows, int64_t n_cols, int64_t row_bytes,

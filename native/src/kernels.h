@@ -50,6 +50,30 @@ static inline int64_t act_token_bytes(int cls, int64_t n_cols) {
   return (nb * block + scales + 63) & ~int64_t(63);
 }
 
+// --- activations of many tokens -------------------------------------------------------------------------------
+// One token: int16 [n_cols], columns 0 2 1 3 of each four; then dx[n_cols / block] and sx[n_cols / group], fp32.
+constexpr float kTileUnits = 32767;  // of the largest value of a block
+constexpr int kMaxTileRows = 32;
+
+struct TileAct {
+  int block, group;
+  int64_t n_cols, dx_at, sx_at;
+  TileAct(int block_cols, int group_cols, int64_t cols)
+      : block(block_cols), group(group_cols), n_cols(cols), dx_at(2 * cols), sx_at(dx_at + cols / block * 4) {}
+  int64_t n_bytes() const { return (sx_at + n_cols / group * 4 + 63) & ~int64_t(63); }
+  float *dx(uint8_t *act) const { return reinterpret_cast<float *>(act + dx_at); }
+  float *sx(uint8_t *act) const { return reinterpret_cast<float *>(act + sx_at); }
+  const float *dx(const uint8_t *act) const { return reinterpret_cast<const float *>(act + dx_at); }
+  const float *sx(const uint8_t *act) const { return reinterpret_cast<const float *>(act + sx_at); }
+};
+
+// y[i * tile_rows + r] = product of weight row r < n_rows <= tile_rows with act[i], i in [0, n). y is 64-aligned.
+struct TileKernel {
+  void (*product)(const uint8_t *w, int64_t row_bytes, int64_t n_cols, int n_rows, const uint8_t *const *act,
+                  int64_t n, float *y);
+  int block, group;  // of its TileAct
+};
+
 // --- the table ------------------------------------------------------------------------------------------------
 // out[i][r] = product of weight row r (at w + r * row_bytes) with activation i, for r in [row0, row1), i in [0, n).
 // act[i] is one token of a quantised buffer (type class 32 or 256) or an fp32 row (class 0). n is at most 8.
@@ -66,6 +90,11 @@ struct Kernels {
                    int64_t block1);
   MatvecFn matvec[kMaxTypes];    // nullptr: decode the row and use dot_f32 (see matvec() below)
   DecodeFn decode_row[kMaxTypes];  // our own decoders; others: decoder() below
+
+  // Products of many tokens (section 8); tile_rows is 0 where a variant has none, product nullptr where a type has none.
+  TileKernel tile[kMaxTypes];
+  int tile_rows;
+  void (*tile_quantize)(const float *x, const TileAct &layout, uint8_t *act);
 
   // lanes32 dot product, lanes32 sum of squares, lanes8 sum.
   float (*dot_f32)(const float *a, const float *b, int64_t n);

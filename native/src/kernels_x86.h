@@ -4,6 +4,7 @@
 #define FT_KERNELS_X86_H
 #include "x86_floats.h"
 #include "x86_products.h"
+#include "x86_tiles.h"
 
 namespace ft {
 namespace {
@@ -35,6 +36,7 @@ inline Kernels x86_table(const char *name) {
   set_vec_256<FormQ5_K, VecQ5_K>(k, Q5_K);
   set_vec_256<FormQ6_K, VecQ6_K>(k, Q6_K);
   set_vec_256<FormIQ4_XS, VecIQ4_XS>(k, IQ4_XS);
+  set_tiles(k);
   k.matvec[F32] = matvec_float_vec<VecF32>;
   k.matvec[F16] = matvec_float_vec<VecF16>;
   k.matvec[BF16] = matvec_float_vec<VecBF16>;
