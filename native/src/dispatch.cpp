@@ -87,6 +87,7 @@ int type_class(int type) {
     case Q4_0: case Q4_1: case Q5_0: case Q5_1: case Q8_0: case IQ4_NL: case MXFP4:
       return 32;
     case Q2_K: case Q3_K: case Q4_K: case Q5_K: case Q6_K: case IQ4_XS:
+    case IQ2_XXS: case IQ2_XS: case IQ2_S: case IQ3_XXS: case IQ3_S:
       return 256;
     default:
       return 0;

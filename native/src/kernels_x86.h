@@ -3,6 +3,7 @@
 #ifndef FT_KERNELS_X86_H
 #define FT_KERNELS_X86_H
 #include "x86_floats.h"
+#include "x86_grids.h"
 #include "x86_products.h"
 
 namespace ft {
@@ -35,6 +36,11 @@ inline Kernels x86_table(const char *name) {
   set_vec_256<FormQ5_K, VecQ5_K>(k, Q5_K);
   set_vec_256<FormQ6_K, VecQ6_K>(k, Q6_K);
   set_vec_256<FormIQ4_XS, VecIQ4_XS>(k, IQ4_XS);
+  set_vec_256<FormIQ2_XXS, VecIQ2_XXS>(k, IQ2_XXS);
+  set_vec_256<FormIQ2_XS, VecIQ2_XS>(k, IQ2_XS);
+  set_vec_256<FormIQ2_S, VecIQ2_S>(k, IQ2_S);
+  set_vec_256<FormIQ3_XXS, VecIQ3_XXS>(k, IQ3_XXS);
+  set_vec_256<FormIQ3_S, VecIQ3_S>(k, IQ3_S);
   k.matvec[F32] = matvec_float_vec<VecF32>;
   k.matvec[F16] = matvec_float_vec<VecF16>;
   k.matvec[BF16] = matvec_float_vec<VecBF16>;

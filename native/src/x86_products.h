@@ -88,7 +88,7 @@ template <class Vec>
 FT_INLINE I8 unbias(I8 sum, I8 sc, const int16_t *sums) {
   if (Vec::kBias == 0) return sum;
   const I8 extra = _mm256_madd_epi16(sc, load(sums));
-  return _mm256_sub_epi32(sum, _mm256_slli_epi32(extra, Vec::kBias == 32 ? 5 : 2));
+  return _mm256_sub_epi32(sum, _mm256_slli_epi32(extra, Vec::kBias == 64 ? 6 : Vec::kBias == 32 ? 5 : 2));
 }
 
 template <class Vec>
@@ -100,12 +100,13 @@ FT_INLINE I8 add_plane(I8 sum, I8 n, const int8_t *plane, I8 sc) {
 template <class Vec, int NT, int kPlanes>
 FT_INLINE void block_256(const typename Vec::Block &w, const Act256 *const *a, Sums *sums, int i) {
   const VecScales s = Vec::scales(w);
+  const auto &ready = Vec::prepare(w);
   I8 hi[NT], lo[NT];
   for (int t = 0; t < NT; ++t) hi[t] = lo[t] = _mm256_setzero_si256();
 #pragma GCC unroll 4
   for (int step = 0; step < 8 / Vec::kPart; ++step) {
     I8 n[Vec::kPart];
-    Vec::parts(w, step, n);
+    Vec::parts(ready, step, n);
 #pragma GCC unroll 4
     for (int part = 0; part < Vec::kPart; ++part) {
       const int j = step * Vec::kPart + part;
