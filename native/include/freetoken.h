@@ -5,6 +5,7 @@
  */
 #ifndef FREETOKEN_H
 #define FREETOKEN_H
+#include <stddef.h>
 #include <stdint.h>
 #ifdef __cplusplus
 extern "C" {
@@ -126,6 +127,15 @@ FT_API int64_t ft_experts_scratch_bytes(int n_tokens, int k, int64_t d, int64_t 
 /* dst[n_rows, n_cols] = decoded rows. dst_type 0 = f32. 0 or -1 (no decoder). */
 FT_API int ft_dequantize(ft_pool *pool, int type, const void *src, int64_t n_rows, int64_t n_cols, int64_t row_bytes,
                          float *dst);
+
+/* --- measuring ---------------------------------------------------------------------------------------------- */
+/* Read n_bytes by all threads and nothing else; *sum = sum of the 64-bit words (a last part of one counts as padded with
+ * zeros). 0 or -1. */
+FT_API int ft_read_bytes(ft_pool *pool, const void *p, int64_t n_bytes, uint64_t *sum);
+/* y[n_rows] by a foreign product of one row with the signature of ggml's vec_dot, rows shared out as ours are. 0 or -1. */
+typedef void (*ft_row_dot_fn)(int n, float *s, size_t bs, const void *x, size_t bx, const void *y, size_t by, int nrc);
+FT_API int ft_call_rows(ft_pool *pool, ft_row_dot_fn dot, int n_cols, const void *w, int64_t row_bytes, int64_t n_rows,
+                        const void *act, float *y);
 
 #ifdef __cplusplus
 }
