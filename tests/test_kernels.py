@@ -37,7 +37,7 @@ types = pytest.mark.parametrize("type_id", sorted(reference.TYPE_CLASS), ids=lam
 
 def available() -> list[str]:
     names = []
-    for name in ("portable", "avx2", "avx512vnni"):
+    for name in native.VARIANTS[1:]:
         try:
             native.set_variant(name)
         except native.EngineError:

@@ -1,5 +1,5 @@
-// blocks_grid.h - the IQ2 and IQ3 types: code words of 8 or 4 magnitudes (grids.h), signs, and scales of 4 bits. Layouts:
-// ggml-common.h of llama.cpp. A weight is d * 2^-k * (2s + 1) * integer, or d * (2s + 1) * integer for IQ3_S.
+// blocks_grid.h - the IQ2 and IQ3 types: code words of 8 or 4 magnitudes (grids.h), signs, and scales of 4 bits.
+// Layouts: ggml-common.h of llama.cpp. A weight is d * 2^-k * (2s + 1) * integer, or d * (2s + 1) * integer for IQ3_S.
 #ifndef FT_BLOCKS_GRID_H
 #define FT_BLOCKS_GRID_H
 #include <cstdint>
@@ -11,7 +11,7 @@
 namespace ft {
 namespace {
 
-struct BlockIQ2_XXS { uint16_t d; uint8_t qs[64]; };  // for each 32 values: 4 code bytes, then a word of signs and scale
+struct BlockIQ2_XXS { uint16_t d; uint8_t qs[64]; };  // for each 32 values: 4 code bytes, a word of signs and scale
 struct BlockIQ2_XS { uint16_t d; uint8_t qs[64], scales[8]; };  // for each 8 values: 9 bits of code, 7 of signs
 struct BlockIQ2_S { uint16_t d; uint8_t qs[32], signs[32], qh[8], scales[8]; };
 struct BlockIQ3_XXS { uint16_t d; uint8_t qs[64], words[32]; };  // words of signs and scale

@@ -18,6 +18,19 @@ constexpr void unpack(const uint16_t (&words)[kCount], const uint8_t (&levels)[k
   }
 }
 
+template <int kCount>
+constexpr void split(const uint16_t (&words)[kCount], CodeBytes<kCount> &out) {
+  for (int i = 0; i < kCount; ++i) {
+    out.low[i] = uint8_t(words[i] & 255);
+    out.high[i] = uint8_t(words[i] >> 8);
+  }
+}
+
+template <int kLevels>
+constexpr void repeat(const uint8_t (&levels)[kLevels], uint8_t (&out)[64]) {
+  for (int i = 0; i < 64; ++i) out[i] = uint8_t(kGridBias + levels[i % kLevels]);
+}
+
 constexpr Grids unpack_all() {
   Grids g = {};
   unpack<2>(kWordsIQ2_XXS, kLevelsIQ2_XXS, g.iq2_xxs);
@@ -25,6 +38,10 @@ constexpr Grids unpack_all() {
   unpack<2>(kWordsIQ2_S, kLevelsIQ2_S, g.iq2_s);
   unpack<3>(kWordsIQ3_XXS, kLevelsIQ3_XXS, g.iq3_xxs);
   unpack<3>(kWordsIQ3_S, kLevelsIQ3_S, g.iq3_s);
+  split(kWordsIQ3_XXS, g.words_iq3_xxs);
+  split(kWordsIQ3_S, g.words_iq3_s);
+  repeat(kLevelsIQ3_XXS, g.levels_iq3_xxs);
+  repeat(kLevelsIQ3_S, g.levels_iq3_s);
   return g;
 }
 

@@ -113,6 +113,7 @@ void matvec(int type, const uint8_t *w, int64_t row_bytes, int64_t n_cols, int64
 const Kernels *kernels_portable();
 const Kernels *kernels_avx2();
 const Kernels *kernels_avx512();
+const Kernels *kernels_avx512vbmi();
 
 }  // namespace ft
 #endif

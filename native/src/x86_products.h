@@ -5,6 +5,8 @@
 // reading of the row.
 #ifndef FT_X86_PRODUCTS_H
 #define FT_X86_PRODUCTS_H
+#include <utility>
+
 #include "kernels_common.h"
 #include "x86_forms.h"
 
@@ -97,10 +99,9 @@ FT_INLINE I8 add_plane(I8 sum, I8 n, const int8_t *plane, I8 sc) {
   return add_scaled(sum, n, load(plane), sc);
 }
 
-template <class Vec, int NT, int kPlanes>
-FT_INLINE void block_256(const typename Vec::Block &w, const Act256 *const *a, Sums *sums, int i) {
+template <class Vec, int NT, int kPlanes, class Ready>
+FT_INLINE void block_256(const typename Vec::Block &w, const Ready &ready, const Act256 *const *a, Sums *sums, int i) {
   const VecScales s = Vec::scales(w);
-  const auto &ready = Vec::prepare(w);
   I8 hi[NT], lo[NT];
   for (int t = 0; t < NT; ++t) hi[t] = lo[t] = _mm256_setzero_si256();
 #pragma GCC unroll 4
@@ -138,18 +139,36 @@ FT_INLINE F8 term_256(const Sums &s, const Factors &f, F8 dx) {
   return term;
 }
 
+// What the blocks of a group are prepared to before the first product, so that what was stored is not waited for.
+template <class Vec, class Ready = decltype(Vec::prepare(std::declval<const typename Vec::Block &>()))>
+struct PreparedBlocks {
+  Ready blocks[8];
+  FT_INLINE PreparedBlocks(const typename Vec::Block *w, int count) {
+    for (int i = 0; i < count; ++i) blocks[i] = Vec::prepare(w[i]);
+  }
+  FT_INLINE const Ready &at(int i) const { return blocks[i]; }
+};
+template <class Vec, class Block>
+struct PreparedBlocks<Vec, const Block &> {
+  const Block *blocks;
+  FT_INLINE PreparedBlocks(const Block *w, int) : blocks(w) {}
+  FT_INLINE const Block &at(int i) const { return blocks[i]; }
+};
+
 template <class Vec, int NT, int kPlanes, Shape kShape>
 FT_INLINE void terms_256(const Group<Act256, NT> &g, F8 *terms) {
   using Block = typename Vec::Block;
   const int count = kShape == kPartial ? g.count : 8;
   Sums sums[NT];
   int64_t place = g.first;
+  const auto *blocks = reinterpret_cast<const Block *>(g.w);
+  PreparedBlocks<Vec> ready(blocks, count);
   for (int i = 0; i < count; ++i) {
-    const Block &w = reinterpret_cast<const Block *>(g.w)[i];
+    const Block &w = blocks[i];
     prefetch<sizeof(Block)>(&w);
     const Act256 *a[NT];
     for (int t = 0; t < NT; ++t) a[t] = g.act[t] + place;
-    block_256<Vec, NT, kPlanes>(w, a, sums, i);
+    block_256<Vec, NT, kPlanes>(w, ready.at(i), a, sums, i);
     ++place;
     if (kShape != kStraight && place == g.nb) place = 0;
   }
