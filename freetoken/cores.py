@@ -10,10 +10,20 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["cpu_name", "cpu_quota", "physical_cores", "physical_cpus", "sleeping_openmp"]
+__all__ = [
+    "cpu_name",
+    "cpu_quota",
+    "last_level_cache_bytes",
+    "numa_nodes",
+    "physical_cores",
+    "physical_cpus",
+    "sleeping_openmp",
+]
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _TOPOLOGY = Path("/sys/devices/system/cpu")
+_NODES = Path("/sys/devices/system/node")
+_CACHE_GUESS = 32 << 20
 
 
 def physical_cpus() -> list[int]:
@@ -49,6 +59,25 @@ def physical_cores() -> int:
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
+def numa_nodes() -> list[list[int]]:
+    """CPUs of each memory node, one for each physical core that this process may use; empty nodes are left out."""
+    usable = set(physical_cpus())
+    files = sorted(_NODES.glob("node[0-9]*/cpulist"), key=lambda file: int(file.parent.name.removeprefix("node")))
+    nodes = [sorted(usable & _cpu_list(_read(file) or "")) for file in files]
+    return [cpus for cpus in nodes if cpus] or [sorted(usable)]
+
+
+def last_level_cache_bytes() -> int:
+    """Size of all last-level caches together, over every socket; a guess of 32 MiB where the system does not tell."""
+    caches: dict[str, tuple[int, int]] = {}
+    for folder in _TOPOLOGY.glob("cpu[0-9]*/cache/index[0-9]*"):
+        level, size, shared = (_read(folder / name) or "" for name in ("level", "size", "shared_cpu_list"))
+        if level.isdigit() and size.endswith("K") and size[:-1].isdigit():
+            caches[f"{level}:{shared}"] = int(level), int(size[:-1]) << 10
+    last = max((level for level, _ in caches.values()), default=0)
+    return sum(size for level, size in caches.values() if level == last) or _CACHE_GUESS
+
+
 def cpu_name() -> str:
     """The processor's name as the system tells it."""
     for line in (_read(Path("/proc/cpuinfo")) or "").splitlines():
@@ -75,6 +104,16 @@ def sleeping_openmp() -> Iterator[None]:
     finally:
         if is_ours:
             del os.environ[name]
+
+
+def _cpu_list(text: str) -> set[int]:
+    """Numbers of a list such as "0-3,8"."""
+    cpus: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit():
+            cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
 
 
 def _ancestors(root: Path, path: str) -> list[Path]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +39,8 @@ __all__ = [
     "OP_ROPE",
     "OP_ROUTER",
     "OP_SCALE",
+    "VARIANTS",
+    "VARIANT_VARIABLE",
     "Op",
     "Pool",
     "Program",
@@ -63,6 +66,10 @@ MAX_TOKENS = 8
 KV_PAGE = 256
 """Positions of one KV page (FT_KV_PAGE)."""
 ALIGNMENT = 64
+VARIANTS = ("auto", "avx512vbmi", "avx512vnni", "avx2", "portable")
+"""Names of sets of kernels; "auto" is the fastest that the processor can run."""
+VARIANT_VARIABLE = "FREETOKEN_CPU_VARIANT"
+"""Environment variable that forces a set in any command."""
 SPIN_US = 200
 """How long idle workers spin before they sleep: longer than what lies between two decode steps."""
 
@@ -123,6 +130,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ft_many_has": (_INT, [_INT]),
     "ft_many_scratch_bytes": (_I64, [_PTR]),
     "ft_many_run": (_INT, [_PTR, _PTR]),
+    "ft_read_bytes": (_INT, [_PTR, _PTR, _I64, _PTR]),
+    "ft_call_rows": (_INT, [_PTR, _PTR, _INT, _PTR, _I64, _I64, _PTR, _PTR]),
     "ft_dequantize": (_INT, [_PTR, _INT, _PTR, _I64, _I64, _I64, _PTR]),
 }
 
@@ -164,7 +173,27 @@ def _library() -> ctypes.CDLL:
         raise EngineError(
             f"{path}: interface version and operation size are {found}, expected {expected}: build it again with `make`"
         )
+    wanted = os.environ.get(VARIANT_VARIABLE)
+    if wanted:
+        _force(library, wanted)
     return library
+
+
+def _force(library: ctypes.CDLL, name: str) -> None:
+    if library.ft_set_variant(name.encode()) != 0:
+        usable = ", ".join(known for known in VARIANTS if _is_usable(library, known))
+        raise EngineError(
+            f"kernels {name!r} are unknown or not for this processor: it can run {usable} and has "
+            f"{library.ft_cpu_features().decode() or 'no instruction set that matters here'}"
+        )
+
+
+def _is_usable(library: ctypes.CDLL, name: str) -> bool:
+    """Whether a set of kernels runs here; the set in use stays."""
+    before = library.ft_variant()
+    is_usable = bool(library.ft_set_variant(name.encode()) == 0)
+    library.ft_set_variant(before)
+    return is_usable
 
 
 def variant() -> str:
@@ -174,8 +203,7 @@ def variant() -> str:
 
 def set_variant(name: str) -> None:
     """Force a set of kernels for the whole process; "auto" restores the choice. Raises EngineError where it cannot."""
-    if _library().ft_set_variant(name.encode()) != 0:
-        raise EngineError(f"kernels {name!r} are unknown or not for this processor, which has: {cpu_features()}")
+    _force(_library(), name)
 
 
 def cpu_features() -> str:
@@ -305,6 +333,26 @@ class Pool:
             raise EngineError(
                 f"operation {OP_NAMES[code]} over {n} tokens is malformed or lacks memory: fields {list(fields)}"
             )
+
+    def read(self, data: np.ndarray) -> int:
+        """Read an array's bytes by all threads; their sum as 64-bit words, modulo 2^64."""
+        total = ctypes.c_uint64()
+        if not data.flags.c_contiguous:
+            raise EngineError("only contiguous bytes can be read")
+        if data.nbytes and _library().ft_read_bytes(self.handle, data.ctypes.data, data.nbytes, ctypes.byref(total)):
+            raise EngineError(f"{data.nbytes} bytes could not be read by the native threads")
+        return total.value
+
+    def call_rows(self, dot: int, data: np.ndarray, n_cols: int, act: np.ndarray, y: np.ndarray) -> None:
+        """fp32 y [rows] of uint8 data [rows, row_bytes] by ggml's `vec_dot` at address `dot`; act is in its form."""
+        rows, size = data.shape
+        if not (data.flags.c_contiguous and y.flags.c_contiguous) or y.shape != (rows,) or y.dtype != np.float32:
+            raise EngineError(
+                f"rows {data.shape} need contiguous fp32 results of as many values, got {y.dtype} {y.shape}"
+            )
+        arguments = self.handle, dot, n_cols, data.ctypes.data, size, rows, act.ctypes.data, y.ctypes.data
+        if _library().ft_call_rows(*arguments) != 0:
+            raise EngineError(f"rows of {n_cols} values could not be handed to ggml")
 
     def __enter__(self) -> Pool:
         return self

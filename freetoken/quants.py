@@ -27,10 +27,12 @@ from freetoken.errors import UnsupportedModelError
 __all__ = [
     "REMOVED",
     "TYPES",
+    "GgmlRowKernel",
     "GgmlType",
     "QuantType",
     "dequantize",
     "describe",
+    "ggml_row_kernel",
     "row_bytes",
     "to_float_pointer",
     "type_name",
@@ -240,6 +242,40 @@ def to_float_pointer(type_id: int) -> int | None:
     return address
 
 
+@dataclass(frozen=True)
+class GgmlRowKernel:
+    """ggml's product of one row on the CPU: address of its `vec_dot`, and how an activation is brought to its form."""
+
+    vec_dot: int
+    activation_type: int
+    from_float: int | None
+
+    def activation(self, x: np.ndarray) -> np.ndarray:
+        """uint8 of an fp32 row, as `vec_dot` takes it."""
+        x = np.ascontiguousarray(x, dtype=np.float32)
+        if self.from_float is None:
+            return x.view(np.uint8).copy()
+        out = np.zeros(row_bytes(self.activation_type, x.size), np.uint8)
+        _TO_FLOAT(self.from_float)(x.ctypes.data, out.ctypes.data, x.size)
+        return out
+
+
+def ggml_row_kernel(type_id: int) -> GgmlRowKernel | None:
+    """ggml's CPU kernel of a weight type, for comparisons; None where there is none or the block differs from ours.
+
+    Raises UnsupportedModelError where ggml's libraries are not found.
+    """
+    if to_float_pointer(type_id) is None and type_id != GgmlType.F32:
+        return None
+    cpu = _ggml_cpu()
+    traits = cpu.ggml_get_type_traits_cpu(type_id).contents
+    if traits.vec_dot is None:
+        return None
+    act = traits.vec_dot_type
+    from_float = None if act == GgmlType.F32 else cpu.ggml_get_type_traits_cpu(act).contents.from_float
+    return GgmlRowKernel(traits.vec_dot, act, from_float)
+
+
 _TO_FLOAT = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
 
 
@@ -255,6 +291,26 @@ class _TypeTraits(ctypes.Structure):
         ("to_float", ctypes.c_void_p),
         ("from_float_ref", ctypes.c_void_p),
     )
+
+
+class _CpuTraits(ctypes.Structure):
+    """`struct ggml_type_traits_cpu` of ggml-cpu.h."""
+
+    _fields_ = (
+        ("from_float", ctypes.c_void_p),
+        ("vec_dot", ctypes.c_void_p),
+        ("vec_dot_type", ctypes.c_int),
+        ("nrows", ctypes.c_int64),
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _ggml_cpu() -> ctypes.CDLL:
+    """The ggml-cpu library beside the ggml-base one that `_ggml` loaded."""
+    library = ctypes.CDLL(str(_library(Path(_ggml()._name).parent, "ggml-cpu")))
+    library.ggml_get_type_traits_cpu.restype = ctypes.POINTER(_CpuTraits)
+    library.ggml_get_type_traits_cpu.argtypes = [ctypes.c_int]
+    return library
 
 
 @functools.lru_cache(maxsize=1)

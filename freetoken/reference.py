@@ -13,6 +13,9 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
+from freetoken import quants
+from freetoken.reference_grids import GRID_UNITS, grid_integers
+
 __all__ = [
     "TYPE_CLASS",
     "Activation",
@@ -45,6 +48,7 @@ SPLIT = 256
 TYPE_CLASS: dict[int, int] = {
     **dict.fromkeys((Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.IQ4_NL, Type.MXFP4), 32),
     **dict.fromkeys((Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS), 256),
+    **dict.fromkeys(GRID_UNITS, 256),
 }
 """ggml type number -> class of activation; types that are not here take the float product."""
 
@@ -226,6 +230,16 @@ def _iq4_xs(b: U8) -> _Form:
     return _Form(TABLE_IQ4[_planes_of_bits(b[:, 8:], 4, 16)], _half(b[:, :2]), sc=sc)
 
 
+def _grid(type_: Type) -> tuple[int, Callable[[U8], _Form]]:
+    """Size and form of a type of code words."""
+
+    def form(b: U8) -> _Form:
+        n, sc = grid_integers(type_, b)
+        return _Form(n, _half(b[:, :2]) * f32(GRID_UNITS[type_]), sc=sc)
+
+    return quants.TYPES[type_].block_bytes, form
+
+
 _FORMS: dict[int, tuple[int, Callable[[U8], _Form]]] = {
     Type.Q4_0: (18, _q4_0),
     Type.Q4_1: (20, _q4_1),
@@ -240,6 +254,7 @@ _FORMS: dict[int, tuple[int, Callable[[U8], _Form]]] = {
     Type.Q5_K: (176, _q5_k),
     Type.Q6_K: (210, _q6_k),
     Type.IQ4_XS: (136, _iq4_xs),
+    **{type_: _grid(type_) for type_ in GRID_UNITS},
 }
 
 

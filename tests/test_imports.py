@@ -17,7 +17,7 @@ ROWS = [
     ["quants", "gguf"],
     ["spec", "tokenizer", "chat", "stops"],
     ["request", "batch"],
-    ["reference", "native"],
+    ["reference", "reference_grids", "native"],
     ["kvcache"],
     ["sampler"],
     ["blocks", "arch", "cpu", "runner"],

@@ -7,7 +7,9 @@ are in test_ops.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+import gguf.quants
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
@@ -16,9 +18,12 @@ from gguf.quants import dequantize
 from freetoken import native, quants, reference
 from freetoken.native import Pool, Program
 from freetoken.reference import F32, U8, f32
+from freetoken.reference_grids import GRID_UNITS, grid_integers
+from tools import grids
 
 FACTORS: dict[int, tuple[int, ...]] = {
     **dict.fromkeys((Type.Q4_0, Type.Q5_0, Type.Q8_0, Type.IQ4_NL, Type.IQ4_XS), (0,)),
+    **dict.fromkeys(GRID_UNITS, (0,)),
     **dict.fromkeys((Type.Q4_1, Type.Q5_1, Type.Q4_K, Type.Q5_K), (0, 2)),
     **{Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q6_K: (208,), Type.MXFP4: ()},
 }
@@ -32,7 +37,7 @@ types = pytest.mark.parametrize("type_id", sorted(reference.TYPE_CLASS), ids=lam
 
 def available() -> list[str]:
     names = []
-    for name in ("portable", "avx2", "avx512vnni"):
+    for name in native.VARIANTS[1:]:
         try:
             native.set_variant(name)
         except native.EngineError:
@@ -177,6 +182,22 @@ def test_decoded_rows_are_gguf_s(pool: Pool, variant: str, type_id: int) -> None
     out = np.zeros(expected.shape, f32)
     pool.dequantize(type_id, w, out)
     assert_same_bits(out, expected)
+
+
+@pytest.mark.parametrize("type_id", sorted(GRID_UNITS), ids=lambda t: Type(t).name)
+def test_every_code_word_and_sign(pool: Pool, variant: str, type_id: int) -> None:
+    w = tame_weights(type_id, 4, 256, np.random.default_rng(type_id))
+    out = np.zeros((4, 256 * 256), f32)
+    pool.dequantize(type_id, w, out)
+    assert_same_bits(out, dequantize(w, Type(type_id)))
+    n, _ = grid_integers(type_id, w.reshape(1024, -1))
+    words = np.unique(np.abs(n).reshape(-1, 4 if type_id in (Type.IQ3_XXS, Type.IQ3_S) else 8), axis=0)
+    assert len(words) == len(np.unique(getattr(gguf.quants, Type(type_id).name).grid[0, 0], axis=0))
+
+
+def test_code_words_in_the_source_are_gguf_s() -> None:
+    source = Path(__file__).parents[1] / "native" / "src" / "grids_data.h"
+    assert source.read_text(encoding="utf-8") == grids.text()
 
 
 def float_rows(type_id: int, rows: int, n_cols: int, rng: np.random.Generator) -> tuple[U8, F32]:

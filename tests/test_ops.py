@@ -17,7 +17,11 @@ from freetoken.reference import F32, f32
 
 RNG = np.random.default_rng(7)
 THREADS = (1, 2, 3)
-SCALE_OFFSETS = {Type.Q4_1: (0, 2), Type.Q8_0: (0,), Type.Q4_K: (0, 2), Type.Q6_K: (208,), Type.IQ2_XXS: (0,)}
+SCALE_OFFSETS = {
+    **dict.fromkeys((Type.Q8_0, Type.IQ2_XXS, Type.IQ2_S, Type.IQ3_S, Type.IQ1_S), (0,)),
+    **dict.fromkeys((Type.Q4_1, Type.Q4_K), (0, 2)),
+    Type.Q6_K: (208,),
+}
 
 
 def variants() -> list[str]:
@@ -195,6 +199,7 @@ def test_rope(pools: list[Pool], is_neox: bool, n: int, heads: int, dim: int, ro
         (Type.F16, 4, 50, 100, 2, True),
         (Type.F32, 1, 65, 576, 2, False),
         (Type.IQ2_XXS, 2, 40, 512, 2, False),
+        (Type.IQ1_S, 2, 40, 512, 2, False),
     ],
 )
 def test_matvec(pools: list[Pool], type_id: int, n: int, rows: int, cols: int, planes: int, bias: bool) -> None:
@@ -377,7 +382,8 @@ def test_router_gives_valid_ids_for_nan(pools: list[Pool]) -> None:
         (8, (Type.Q4_K, Type.Q4_K, Type.Q4_K), 0, 2),
         (3, (Type.Q4_1, Type.Q6_K, Type.Q8_0), 1, 2),
         (2, (Type.F16, Type.Q8_0, Type.F32), 0, 1),
-        (4, (Type.Q4_K, Type.F32, Type.IQ2_XXS), 0, 2),
+        (4, (Type.Q4_K, Type.F32, Type.IQ1_S), 0, 2),
+        (2, (Type.IQ2_XXS, Type.IQ3_S, Type.IQ2_S), 0, 2),
     ],
 )
 def test_experts(pools: list[Pool], n: int, types: tuple[int, int, int], activation: int, planes: int) -> None:

@@ -118,7 +118,7 @@ def test_activations_are_close() -> None:
         (reference.gelu(x), gelu),
         (reference.softcap(x, 30.0), 30 * np.tanh(wide / 30)),
     ):
-        np.testing.assert_allclose(found, exact, rtol=3e-6, atol=3e-6)
+        np.testing.assert_allclose(found, exact, rtol=3e-6, atol=5e-6)  # softcap near 0: 30 times an ulp of 1
 
 
 def test_rms_norm_and_rope() -> None:

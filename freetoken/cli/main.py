@@ -20,6 +20,7 @@ _COMMANDS = {
     "bench": "measure prompt and generation speed",
     "info": "show what a model file holds",
 }
+_SUB_COMMANDS = {("bench", "kernels"): "measure the kernels of experts against the machine's memory"}
 _LOG_LEVELS = {"serve": 3}
 """llama-server's levels where no flag says otherwise: a server informs, the others only warn."""
 _INTERRUPTED = 130
@@ -33,9 +34,18 @@ _THREAD_ENVIRONMENT = {
 
 def usage() -> str:
     """The text of `ft --help`."""
-    lines = [f"  {name:<8}{text}" for name, text in _COMMANDS.items()]
+    lines = [f"  {name:<15}{text}" for name, text in _all_commands().items()]
     tail = "ft COMMAND --help lists the flags; ft --version prints the version."
     return "\n".join(["usage: ft COMMAND [FLAGS]", "", *lines, "", tail])
+
+
+def _all_commands() -> dict[str, str]:
+    """Each command followed by its sub-commands."""
+    commands = {}
+    for name, text in _COMMANDS.items():
+        commands[name] = text
+        commands |= {" ".join(words): text for words, text in _SUB_COMMANDS.items() if words[0] == name}
+    return commands
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,10 +89,13 @@ def _dispatch(arguments: list[str]) -> int:
         return 2
     for name, value in _THREAD_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    command = importlib.import_module(f"freetoken.cli.{first}")
-    parser = Parser(f"ft {first}", _COMMANDS[first])
+    words, text = [first], _COMMANDS[first]
+    if tuple(arguments[:2]) in _SUB_COMMANDS:
+        words, text = arguments[:2], _SUB_COMMANDS[first, arguments[1]]
+    command = importlib.import_module(f"freetoken.cli.{'_'.join(words)}")
+    parser = Parser(f"ft {' '.join(words)}", text)
     command.add_arguments(parser)
-    args = parser.parse(arguments[1:])
+    args = parser.parse(arguments[len(words) :])
     if args.help:
         print(parser.help())
         return 0

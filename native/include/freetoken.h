@@ -5,6 +5,7 @@
  */
 #ifndef FREETOKEN_H
 #define FREETOKEN_H
+#include <stddef.h>
 #include <stdint.h>
 #ifdef __cplusplus
 extern "C" {
@@ -23,7 +24,7 @@ extern "C" {
 /* --- library ------------------------------------------------------------------------------------------------ */
 FT_API int ft_abi_version(void);
 FT_API int ft_op_bytes(void);                         /* sizeof(ft_op), checked by the binding */
-FT_API const char *ft_variant(void);                  /* kernels in use: "avx512vnni", "avx2" or "portable" */
+FT_API const char *ft_variant(void);                  /* kernels in use: "avx512vbmi", "avx512vnni", "avx2", "portable" */
 FT_API int ft_set_variant(const char *name);          /* force one ("auto" restores); -1: unknown or not on this CPU */
 FT_API const char *ft_cpu_features(void);             /* "avx2 f16c avx512f ..." as read from the CPU */
 
@@ -135,6 +136,15 @@ FT_API int ft_many_run(ft_pool *pool, const ft_op *op); /* 0, -1: malformed, -2:
 /* dst[n_rows, n_cols] = decoded rows. dst_type 0 = f32. 0 or -1 (no decoder). */
 FT_API int ft_dequantize(ft_pool *pool, int type, const void *src, int64_t n_rows, int64_t n_cols, int64_t row_bytes,
                          float *dst);
+
+/* --- measuring ---------------------------------------------------------------------------------------------- */
+/* Read n_bytes by all threads and nothing else; *sum = sum of the 64-bit words (a last part of one counts as padded with
+ * zeros). 0 or -1. */
+FT_API int ft_read_bytes(ft_pool *pool, const void *p, int64_t n_bytes, uint64_t *sum);
+/* y[n_rows] by a foreign product of one row with the signature of ggml's vec_dot, rows shared out as ours are. 0 or -1. */
+typedef void (*ft_row_dot_fn)(int n, float *s, size_t bs, const void *x, size_t bx, const void *y, size_t by, int nrc);
+FT_API int ft_call_rows(ft_pool *pool, ft_row_dot_fn dot, int n_cols, const void *w, int64_t row_bytes, int64_t n_rows,
+                        const void *act, float *y);
 
 #ifdef __cplusplus
 }

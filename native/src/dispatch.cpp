@@ -29,6 +29,7 @@ const std::string &feature_names() {
         {"avx512dq", bool(__builtin_cpu_supports("avx512dq"))},
         {"avx512vl", bool(__builtin_cpu_supports("avx512vl"))},
         {"avx512vnni", bool(__builtin_cpu_supports("avx512vnni"))},
+        {"avx512vbmi", bool(__builtin_cpu_supports("avx512vbmi"))},
     };
     for (const Feature &f : features) {
       if (f.present) s += (s.empty() ? "" : " ") + std::string(f.name);
@@ -52,8 +53,13 @@ const Kernels *usable_avx512() {
   return all && usable_avx2() ? kernels_avx512() : nullptr;
 }
 
+const Kernels *usable_avx512vbmi() {
+  return has("avx512vbmi") && usable_avx512() ? kernels_avx512vbmi() : nullptr;
+}
+
 const Kernels *best() {
   static const Kernels *table = [] {
+    if (const Kernels *k = usable_avx512vbmi()) return k;
     if (const Kernels *k = usable_avx512()) return k;
     if (const Kernels *k = usable_avx2()) return k;
     return kernels_portable();
@@ -63,7 +69,7 @@ const Kernels *best() {
 
 const Kernels *named(const char *name) {
   if (!std::strcmp(name, "auto")) return best();
-  const Kernels *tables[] = {usable_avx512(), usable_avx2(), kernels_portable()};
+  const Kernels *tables[] = {usable_avx512vbmi(), usable_avx512(), usable_avx2(), kernels_portable()};
   for (const Kernels *k : tables) {
     if (k && !std::strcmp(k->name, name)) return k;
   }
@@ -87,6 +93,7 @@ int type_class(int type) {
     case Q4_0: case Q4_1: case Q5_0: case Q5_1: case Q8_0: case IQ4_NL: case MXFP4:
       return 32;
     case Q2_K: case Q3_K: case Q4_K: case Q5_K: case Q6_K: case IQ4_XS:
+    case IQ2_XXS: case IQ2_XS: case IQ2_S: case IQ3_XXS: case IQ3_S:
       return 256;
     default:
       return 0;

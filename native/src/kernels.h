@@ -19,7 +19,8 @@ constexpr int kMaxTypes = 64;  // ggml's type numbers are below this
 // ggml's numbers of the types that have a kernel or decoder here.
 enum Type {
   F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13,
-  Q6_K = 14, IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39
+  Q6_K = 14, IQ2_XXS = 16, IQ2_XS = 17, IQ3_XXS = 18, IQ4_NL = 20, IQ3_S = 21, IQ2_S = 22, IQ4_XS = 23, BF16 = 30,
+  MXFP4 = 39
 };
 
 // --- quantised activations ------------------------------------------------------------------------------------
@@ -141,6 +142,7 @@ void matvec(int type, const uint8_t *w, int64_t row_bytes, int64_t n_cols, int64
 const Kernels *kernels_portable();
 const Kernels *kernels_avx2();
 const Kernels *kernels_avx512();
+const Kernels *kernels_avx512vbmi();
 
 }  // namespace ft
 #endif

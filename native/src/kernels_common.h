@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "blocks.h"
+#include "blocks_grid.h"
 #include "kernels.h"
 #include "scalar.h"
 
@@ -375,6 +375,11 @@ inline Kernels common_table(const char *name) {
   set_256<FormQ5_K>(k, Q5_K);
   set_256<FormQ6_K>(k, Q6_K);
   set_256<FormIQ4_XS>(k, IQ4_XS);
+  set_256<FormIQ2_XXS>(k, IQ2_XXS);
+  set_256<FormIQ2_XS>(k, IQ2_XS);
+  set_256<FormIQ2_S>(k, IQ2_S);
+  set_256<FormIQ3_XXS>(k, IQ3_XXS);
+  set_256<FormIQ3_S>(k, IQ3_S);
   k.dot_f32 = dot_f32;
   k.sumsq = sumsq;
   k.sum8 = sum8;

@@ -1,8 +1,10 @@
-// kernels_x86.h - the table of kernels written with AVX2 vectors, compiled by kernels_avx2.cpp and, with VNNI's dot
-// products (x86_vectors.h), by kernels_avx512.cpp. They give the bits of kernels_common.h.
+// kernels_x86.h - the table of kernels written with AVX2 vectors, compiled by kernels_avx2.cpp, with VNNI's dot products
+// (x86_vectors.h) by kernels_avx512.cpp, and with byte permutations (x86_codes.h) by kernels_avx512vbmi.cpp. They give
+// the bits of kernels_common.h.
 #ifndef FT_KERNELS_X86_H
 #define FT_KERNELS_X86_H
 #include "x86_floats.h"
+#include "x86_codes.h"
 #include "x86_products.h"
 #include "x86_tiles.h"
 
@@ -37,6 +39,16 @@ inline Kernels x86_table(const char *name) {
   set_vec_256<FormQ6_K, VecQ6_K>(k, Q6_K);
   set_vec_256<FormIQ4_XS, VecIQ4_XS>(k, IQ4_XS);
   set_tiles(k);
+  set_vec_256<FormIQ2_XXS, VecIQ2_XXS>(k, IQ2_XXS);
+  set_vec_256<FormIQ2_XS, VecIQ2_XS>(k, IQ2_XS);
+  set_vec_256<FormIQ2_S, VecIQ2_S>(k, IQ2_S);
+#ifdef __AVX512VBMI__
+  set_vec_256<FormIQ3_XXS, WideIQ3_XXS>(k, IQ3_XXS);
+  set_vec_256<FormIQ3_S, WideIQ3_S>(k, IQ3_S);
+#else
+  set_vec_256<FormIQ3_XXS, VecIQ3_XXS>(k, IQ3_XXS);
+  set_vec_256<FormIQ3_S, VecIQ3_S>(k, IQ3_S);
+#endif
   k.matvec[F32] = matvec_float_vec<VecF32>;
   k.matvec[F16] = matvec_float_vec<VecF16>;
   k.matvec[BF16] = matvec_float_vec<VecBF16>;

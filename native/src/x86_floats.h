@@ -187,9 +187,10 @@ inline void decode_256_vec(const void *src, float *dst, int64_t n) {
   const auto *w = static_cast<const typename Vec::Block *>(src);
   for (int64_t b = 0; b < n / 256; ++b) {
     alignas(32) int8_t q[256];
+    const auto &ready = Vec::prepare(w[b]);
     for (int step = 0; step < 8 / Vec::kPart; ++step) {
       I8 part[Vec::kPart];
-      Vec::parts(w[b], step, part);
+      Vec::parts(ready, step, part);
       for (int i = 0; i < Vec::kPart; ++i) {
         _mm256_store_si256(reinterpret_cast<__m256i *>(q + 32 * (step * Vec::kPart + i)),
                            _mm256_sub_epi8(part[i], _mm256_set1_epi8(Vec::kBias)));

@@ -153,8 +153,13 @@ FT_INLINE I8 spread_scale(I8 sc, int j) {
 FT_INLINE I8 and_bits(I8 v, int mask) { return _mm256_and_si256(v, _mm256_set1_epi8(char(mask))); }
 
 // Each Vec gives the unsigned integers (kBias more than the form's; or signed ones where kSigned) of 64 or 128
-// values a step: parts(b, s, out) fills kPart vectors of 32 values, s-th of 8 / kPart.
-struct VecQ4_K : FormQ4_K {
+// values a step: parts(prepare(b), s, out) fills kPart vectors of 32 values, s-th of 8 / kPart.
+template <class Form>
+struct AsStored : Form {
+  FT_INLINE static const typename Form::Block &prepare(const typename Form::Block &b) { return b; }
+};
+
+struct VecQ4_K : AsStored<FormQ4_K> {
   static constexpr bool kCommon = true;
   static constexpr bool kSigned = false;
   static constexpr int kBias = 0, kPart = 2;
@@ -167,7 +172,7 @@ struct VecQ4_K : FormQ4_K {
   FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors2(p, sizeof(Block), count); }
 };
 
-struct VecQ5_K : FormQ5_K {
+struct VecQ5_K : AsStored<FormQ5_K> {
   static constexpr bool kCommon = false;
   static constexpr bool kSigned = false;
   static constexpr int kBias = 0, kPart = 2;
@@ -180,7 +185,7 @@ struct VecQ5_K : FormQ5_K {
   FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors2(p, sizeof(Block), count); }
 };
 
-struct VecQ6_K : FormQ6_K {
+struct VecQ6_K : AsStored<FormQ6_K> {
   static constexpr bool kCommon = true;
   static constexpr bool kSigned = false;
   static constexpr int kBias = 32, kPart = 4;
@@ -195,7 +200,7 @@ struct VecQ6_K : FormQ6_K {
   FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors1(p + 208, sizeof(Block), count); }
 };
 
-struct VecQ2_K : FormQ2_K {
+struct VecQ2_K : AsStored<FormQ2_K> {
   static constexpr bool kCommon = false;
   static constexpr bool kSigned = false;
   static constexpr int kBias = 0, kPart = 4;
@@ -213,7 +218,7 @@ struct VecQ2_K : FormQ2_K {
   FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors2(p + 80, sizeof(Block), count); }
 };
 
-struct VecQ3_K : FormQ3_K {
+struct VecQ3_K : AsStored<FormQ3_K> {
   static constexpr bool kCommon = false;
   static constexpr bool kSigned = false;
   static constexpr int kBias = 4, kPart = 4;
@@ -236,7 +241,7 @@ struct VecQ3_K : FormQ3_K {
   FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors1(p + 108, sizeof(Block), count); }
 };
 
-struct VecIQ4_XS : FormIQ4_XS {
+struct VecIQ4_XS : AsStored<FormIQ4_XS> {
   static constexpr bool kCommon = false;
   static constexpr bool kSigned = true;
   static constexpr int kBias = 0, kPart = 2;

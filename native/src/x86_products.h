@@ -5,6 +5,8 @@
 // reading of the row.
 #ifndef FT_X86_PRODUCTS_H
 #define FT_X86_PRODUCTS_H
+#include <utility>
+
 #include "kernels_common.h"
 #include "x86_forms.h"
 
@@ -88,7 +90,7 @@ template <class Vec>
 FT_INLINE I8 unbias(I8 sum, I8 sc, const int16_t *sums) {
   if (Vec::kBias == 0) return sum;
   const I8 extra = _mm256_madd_epi16(sc, load(sums));
-  return _mm256_sub_epi32(sum, _mm256_slli_epi32(extra, Vec::kBias == 32 ? 5 : 2));
+  return _mm256_sub_epi32(sum, _mm256_slli_epi32(extra, Vec::kBias == 64 ? 6 : Vec::kBias == 32 ? 5 : 2));
 }
 
 template <class Vec>
@@ -97,15 +99,15 @@ FT_INLINE I8 add_plane(I8 sum, I8 n, const int8_t *plane, I8 sc) {
   return add_scaled(sum, n, load(plane), sc);
 }
 
-template <class Vec, int NT, int kPlanes>
-FT_INLINE void block_256(const typename Vec::Block &w, const Act256 *const *a, Sums *sums, int i) {
+template <class Vec, int NT, int kPlanes, class Ready>
+FT_INLINE void block_256(const typename Vec::Block &w, const Ready &ready, const Act256 *const *a, Sums *sums, int i) {
   const VecScales s = Vec::scales(w);
   I8 hi[NT], lo[NT];
   for (int t = 0; t < NT; ++t) hi[t] = lo[t] = _mm256_setzero_si256();
 #pragma GCC unroll 4
   for (int step = 0; step < 8 / Vec::kPart; ++step) {
     I8 n[Vec::kPart];
-    Vec::parts(w, step, n);
+    Vec::parts(ready, step, n);
 #pragma GCC unroll 4
     for (int part = 0; part < Vec::kPart; ++part) {
       const int j = step * Vec::kPart + part;
@@ -137,18 +139,36 @@ FT_INLINE F8 term_256(const Sums &s, const Factors &f, F8 dx) {
   return term;
 }
 
+// What the blocks of a group are prepared to before the first product, so that what was stored is not waited for.
+template <class Vec, class Ready = decltype(Vec::prepare(std::declval<const typename Vec::Block &>()))>
+struct PreparedBlocks {
+  Ready blocks[8];
+  FT_INLINE PreparedBlocks(const typename Vec::Block *w, int count) {
+    for (int i = 0; i < count; ++i) blocks[i] = Vec::prepare(w[i]);
+  }
+  FT_INLINE const Ready &at(int i) const { return blocks[i]; }
+};
+template <class Vec, class Block>
+struct PreparedBlocks<Vec, const Block &> {
+  const Block *blocks;
+  FT_INLINE PreparedBlocks(const Block *w, int) : blocks(w) {}
+  FT_INLINE const Block &at(int i) const { return blocks[i]; }
+};
+
 template <class Vec, int NT, int kPlanes, Shape kShape>
 FT_INLINE void terms_256(const Group<Act256, NT> &g, F8 *terms) {
   using Block = typename Vec::Block;
   const int count = kShape == kPartial ? g.count : 8;
   Sums sums[NT];
   int64_t place = g.first;
+  const auto *blocks = reinterpret_cast<const Block *>(g.w);
+  PreparedBlocks<Vec> ready(blocks, count);
   for (int i = 0; i < count; ++i) {
-    const Block &w = reinterpret_cast<const Block *>(g.w)[i];
+    const Block &w = blocks[i];
     prefetch<sizeof(Block)>(&w);
     const Act256 *a[NT];
     for (int t = 0; t < NT; ++t) a[t] = g.act[t] + place;
-    block_256<Vec, NT, kPlanes>(w, a, sums, i);
+    block_256<Vec, NT, kPlanes>(w, ready.at(i), a, sums, i);
     ++place;
     if (kShape != kStraight && place == g.nb) place = 0;
   }

@@ -1,0 +1,19 @@
+// kernels_avx512vbmi.cpp - as kernels_avx512.cpp, with byte permutations of whole registers (VBMI).
+#ifdef __AVX512VBMI__
+#include "kernels_x86.h"
+#else
+#include "kernels.h"
+#endif
+
+namespace ft {
+
+const Kernels *kernels_avx512vbmi() {
+#ifdef __AVX512VBMI__
+  static const Kernels table = x86_table("avx512vbmi");
+  return &table;
+#else
+  return nullptr;
+#endif
+}
+
+}  // namespace ft
