@@ -11,13 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.first_token import free_port
 
 BAR_MB = 450
 GROWTH_MB = 8
@@ -42,12 +45,6 @@ def resident_mb(pid: int, path: Path) -> tuple[float, float]:
             else:
                 own += int(line.split()[1])
     return own * 1024 / 1e6, mapped * 1024 / 1e6
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for(url: str, statuses: tuple[int, ...], timeout: float = 60.0) -> None:
