@@ -23,6 +23,7 @@ from freetoken.errors import EngineError
 from freetoken.quants import row_bytes, to_float_pointer
 
 __all__ = [
+    "ACTIVATIONS",
     "KV_PAGE",
     "MAX_TOKENS",
     "OP_ADD",
@@ -87,6 +88,8 @@ OP_ROUTER = 10
 OP_EXPERTS = 11
 OP_GATED_ADD = 12
 OP_SCALE = 13
+ACTIVATIONS = {"silu": 0, "gelu": 1}
+"""Numbers of the activations of OP_GLU and OP_EXPERTS, by their names in `blocks.Ops`."""
 OP_NAMES = [
     *("nop", "embed", "rms_norm", "quantize", "matvec", "add", "glu"),
     *("rope", "kv_store", "attention", "router", "experts", "gated_add", "scale"),

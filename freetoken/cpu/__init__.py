@@ -1,1 +1,1 @@
-"""The CPU's two implementations of `blocks.Ops`: recorded native programs, and torch for long prompts."""
+"""The CPU's two implementations of `blocks.Ops`: recorded programs, and native products with torch for long prompts."""

@@ -18,7 +18,6 @@ from freetoken.kvcache import KVCache
 
 __all__ = ["Decoder", "Recorder"]
 
-ACTIVATIONS = {"silu": 0, "gelu": 1}
 GATES = {"softmax": 0, "sigmoid": 1, "softmax_chosen": 2}
 
 Buffer = np.ndarray
@@ -191,7 +190,7 @@ class Recorder:
             native.OP_GLU,
             gate.n,
             p=(gate.address, up.address, y.address),
-            i=(gate.width, ACTIVATIONS[activation], gate.width, gate.width),
+            i=(gate.width, native.ACTIVATIONS[activation], gate.width, gate.width),
         )
         return y
 
@@ -307,7 +306,7 @@ class Recorder:
                 gate.row_bytes,
                 up.row_bytes,
                 down.row_bytes,
-                ACTIVATIONS[activation],
+                native.ACTIVATIONS[activation],
                 self._n_planes,
             ),
         )

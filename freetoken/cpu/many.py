@@ -8,10 +8,7 @@ from freetoken import native
 from freetoken.blocks import Experts, Weight
 from freetoken.errors import EngineError
 
-__all__ = ["ACTIVATIONS", "can_mix", "can_multiply", "mix_experts", "multiply"]
-
-ACTIVATIONS = {"silu": 0, "gelu": 1}
-"""The native numbers of `blocks.Ops`' activations."""
+__all__ = ["can_mix", "can_multiply", "mix_experts", "multiply"]
 
 MAX_PAIRS = 8192
 """Tokens times experts of one native call: its scratch is some 14 KB a pair (d 2048, ff 768). More go in parts."""
@@ -54,7 +51,7 @@ def mix_experts(
     y = np.empty((n, d), np.float32)
     banks = bank.gate, bank.up, bank.down
     types, row_bytes = [b.type for b in banks], [b.row_bytes for b in banks]
-    fields = bank.n_expert, bank.n_used, d, bank.gate.rows, *types, *row_bytes, ACTIVATIONS[activation]
+    fields = bank.n_expert, bank.n_used, d, bank.gate.rows, *types, *row_bytes, native.ACTIVATIONS[activation]
     step = max(MAX_PAIRS // bank.n_used, 1)
     for first in range(0, n, step):
         some = slice(first, min(first + step, n))

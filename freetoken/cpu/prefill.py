@@ -1,9 +1,9 @@
-"""Prefill: a long chunk of one sequence, in fp32 (docs/numerics.md, section 8).
+"""Prefill: a long chunk of one sequence (docs/numerics.md, section 8).
 
 Products are native (`many`); weights that it has no product for are decoded, a cache-sized tile at a time, and
-multiplied by torch, which does all the rest; attention reads the sequence's pages. Only the head has the arithmetic of
-a decode step, through `Decoder.head_logits`. The runner calls `Prefill.run`, which runs
-the model's `forward` over a `PrefillOps`; nothing here knows an architecture.
+multiplied by torch in fp32, which does all the rest; attention reads the sequence's pages. Only the head has the
+arithmetic of a decode step, through `Decoder.head_logits`. The runner calls `Prefill.run`, which runs the model's
+`forward` over a `PrefillOps`; nothing here knows an architecture.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 // stay in the nearest cache; their places and the signs of a whole block are prepared as vectors first.
 #ifndef FT_X86_GRIDS_H
 #define FT_X86_GRIDS_H
+#include "kernels_common.h"  // before the vectors: their tree8 hides the scalar one
 #include "blocks_grid.h"
 #include "x86_forms.h"
 
