@@ -15,20 +15,6 @@ namespace {
 
 // --- class 32 ---------------------------------------------------------------------------------------------------
 
-// The partial sums of one block. Signed integers move their sign to the planes, which hold no -128.
-template <class Vec, int kPlanes>
-FT_INLINE I8 block_sums(I8 n, const Act32 &a) {
-  I8 hi = load(a.hi), lo = _mm256_setzero_si256();
-  if (kPlanes == 2) lo = load(a.lo);
-  I8 u = n;
-  if (Vec::kSigned) {
-    u = _mm256_abs_epi8(n);
-    hi = _mm256_sign_epi8(hi, n);
-    if (kPlanes == 2) lo = _mm256_sign_epi8(lo, n);
-  }
-  return kPlanes == 2 ? dot_planes(u, hi, lo) : dot_plane(u, hi);
-}
-
 // Where a group of eight blocks stands: its weights, how many blocks there are, and the activations that they meet.
 template <class Act, int NT>
 struct Group {
@@ -41,31 +27,6 @@ struct Group {
 
 // What is known of a group when it is compiled: eight blocks of one row, eight across the end of a row, or fewer.
 enum Shape { kStraight, kWrapping, kPartial };
-
-// Terms of a group, one a lane; lanes from `count` on give +0.
-template <class Vec, int NT, int kPlanes, Shape kShape>
-FT_INLINE void terms_32(const Group<Act32, NT> &g, F8 *terms) {
-  using Block = typename Vec::Block;
-  const int count = kShape == kPartial ? g.count : 8;
-  prefetch<8 * sizeof(Block)>(g.w);
-  I8 v[NT][8];
-  int64_t place = g.first;
-#pragma GCC unroll 8
-  for (int i = 0; i < count; ++i) {
-    const I8 n = Vec::bytes(reinterpret_cast<const Block *>(g.w)[i]);
-#pragma GCC unroll 4
-    for (int t = 0; t < NT; ++t) v[t][i] = block_sums<Vec, kPlanes>(n, g.act[t][place]);
-    ++place;
-    if (kShape != kStraight && place == g.nb) place = 0;
-  }
-  const Factors f = Vec::factors(g.w, count);
-  for (int t = 0; t < NT; ++t) {
-    for (int i = count; i < 8; ++i) v[t][i] = _mm256_setzero_si256();
-    const F8 s = _mm256_cvtepi32_ps(fold8(v[t]));
-    terms[t] = _mm256_mul_ps(_mm256_mul_ps(f.d, _mm256_loadu_ps(g.dx[t])), s);
-    if (Vec::kHasMin) terms[t] = _mm256_add_ps(terms[t], _mm256_mul_ps(f.m, _mm256_loadu_ps(g.sx[t])));
-  }
-}
 
 // --- class 256 --------------------------------------------------------------------------------------------------
 
@@ -186,10 +147,6 @@ struct Matrix {
   int64_t row_bytes, nb, row0, row1;
 };
 
-template <class Vec, int NT, int kPlanes, Shape kShape>
-FT_INLINE void terms_of(const Group<Act32, NT> &g, F8 *terms) {
-  terms_32<Vec, NT, kPlanes, kShape>(g, terms);
-}
 template <class Vec, int NT, int kPlanes, Shape kShape>
 FT_INLINE void terms_of(const Group<Act256, NT> &g, F8 *terms) {
   terms_256<Vec, NT, kPlanes, kShape>(g, terms);

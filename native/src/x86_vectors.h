@@ -58,6 +58,12 @@ FT_INLINE I8 dot_plane(I8 u, I8 a) {
 #endif
 }
 
+#ifdef __AVX512VNNI__
+#define FT_VNNI 1
+// sum + sums over quadruples of u*a.
+FT_INLINE I8 add_dot(I8 sum, I8 u, I8 a) { return _mm256_dpbusd_epi32(sum, u, a); }
+#endif
+
 // sum + sc * (u*a), sc int16 for each pair of products; a pair is at most 128 * 127 * 2 < 2^15.
 FT_INLINE I8 add_scaled(I8 sum, I8 u, I8 a, I8 sc) {
 #ifdef __AVX512VNNI__

@@ -1,0 +1,391 @@
+// x86_class32.h - products of rows of class 32 (docs/numerics.md, section 3), eight blocks at a time.
+//
+// A lane of 32 bits is a block from the dot product to the term: unpack() transposes the weights of eight blocks to
+// vectors of four values of each, as Act32 has the activations, once for all tokens. So nothing is folded but the eight
+// lanes at a row's end, and lane = block index mod 8, as lanes8 wants it. Weights are made unsigned by a bias, which
+// comes off as bias * A. The same at 512 bits: x86_wide32.h.
+#ifndef FT_X86_CLASS32_H
+#define FT_X86_CLASS32_H
+#include "blocks.h"
+#include "kernels_common.h"
+#include "x86_vectors.h"
+
+namespace ft {
+namespace {
+
+// --- types ----------------------------------------------------------------------------------------------------
+
+// A byte for each of 16 codes, four times over: for shuffles of 16 bytes and for permutations of 64.
+struct CodeTable {
+  uint8_t at[64];
+  constexpr CodeTable(const int8_t *values, int bias) : at() {
+    for (int i = 0; i < 64; ++i) at[i] = uint8_t(values[i & 15] + bias);
+  }
+};
+alignas(64) constexpr CodeTable kBiasedMXFP4(kTableMXFP4, 16);
+#ifdef FT_VNNI
+constexpr bool kByteSigns = false;
+alignas(64) constexpr CodeTable kCodesIQ4(kTableIQ4, 128);
+#else
+constexpr bool kByteSigns = true;  // maddubs of biased full bytes would saturate: their signs move to the planes
+alignas(64) constexpr CodeTable kCodesIQ4(kTableIQ4, 0);
+#endif
+
+enum Coding { kNibbles, kLookUp, kFiveBits, kBytes };
+
+// kBias is a power of two or 0, added to every integer; kHighest the largest integer then. kQuants is where a block's
+// nibbles or bytes begin, kFifths where the fifth bits do. kPlain: bytes that need no unpacking but the transposition.
+struct BlocksQ4_0 : FormQ4_0 {
+  static constexpr Coding kCoding = kNibbles;
+  static constexpr int kBias = 8, kHighest = 15, kQuants = 2;
+  static constexpr bool kSigned = false;
+};
+struct BlocksQ4_1 : FormQ4_1 {
+  static constexpr Coding kCoding = kNibbles;
+  static constexpr int kBias = 0, kHighest = 15, kQuants = 4;
+  static constexpr bool kSigned = false;
+};
+struct BlocksQ5_0 : FormQ5_0 {
+  static constexpr Coding kCoding = kFiveBits;
+  static constexpr int kBias = 16, kHighest = 31, kQuants = 6, kFifths = 2;
+  static constexpr bool kSigned = false;
+};
+struct BlocksQ5_1 : FormQ5_1 {
+  static constexpr Coding kCoding = kFiveBits;
+  static constexpr int kBias = 0, kHighest = 31, kQuants = 8, kFifths = 4;
+  static constexpr bool kSigned = false;
+};
+struct BlocksQ8_0 : FormQ8_0 {
+  static constexpr Coding kCoding = kBytes;
+  static constexpr int kBias = kByteSigns ? 0 : 128, kHighest = kByteSigns ? 128 : 255, kQuants = 2;
+  static constexpr bool kSigned = kByteSigns;
+};
+struct BlocksIQ4_NL : FormIQ4_NL {
+  static constexpr Coding kCoding = kLookUp;
+  static constexpr int kBias = kByteSigns ? 0 : 128, kHighest = kByteSigns ? 127 : 241, kQuants = 2;
+  static constexpr bool kSigned = kByteSigns;
+  static constexpr const CodeTable &kCodes = kCodesIQ4;
+};
+struct BlocksMXFP4 : FormMXFP4 {
+  static constexpr Coding kCoding = kLookUp;
+  static constexpr int kBias = 16, kHighest = 28, kQuants = 1;
+  static constexpr bool kSigned = false;
+  static constexpr const CodeTable &kCodes = kBiasedMXFP4;
+};
+
+constexpr int log2_of(int n) { return n <= 1 ? 0 : 1 + log2_of(n / 2); }
+
+// --- groups of eight blocks -----------------------------------------------------------------------------------
+
+// Eight blocks of a row, or from wherever they are.
+template <class Block>
+struct InRow {
+  const uint8_t *first;
+  FT_INLINE const uint8_t *operator[](int i) const { return first + i * int(sizeof(Block)); }
+};
+struct Scattered {
+  const uint8_t *at[8];
+  FT_INLINE const uint8_t *operator[](int i) const { return at[i]; }
+};
+
+struct Factors32 {
+  F8 d, m;
+};
+
+// Four fp16 that begin `i`-th to (i + 3)-th block, as one word: shifts have their own ports.
+template <class From>
+FT_INLINE int64_t four_halves(const From &from, int i) {
+  return int64_t(uint64_t(word16(from[i])) | (uint64_t(word16(from[i + 1])) << 16) |
+                 (uint64_t(word16(from[i + 2])) << 32) | (uint64_t(word16(from[i + 3])) << 48));
+}
+
+// 2^(e - 128) of eight bytes e in 32 bits: from e = 2 on a normal number, (e - 1) << 23; the other two are subnormal.
+FT_INLINE F8 powers_of_two(I8 e) {
+  const I8 normal = _mm256_sub_epi32(_mm256_slli_epi32(e, 23), _mm256_set1_epi32(1 << 23));
+  const I8 subnormal = _mm256_add_epi32(_mm256_slli_epi32(e, 21), _mm256_set1_epi32(1 << 21));
+  return _mm256_castsi256_ps(_mm256_max_epi32(normal, subnormal));
+}
+
+template <class Type, class From>
+FT_INLINE Factors32 factors_32(const From &from) {
+  if constexpr (sizeof(typename Type::Block) == sizeof(BlockMXFP4)) {
+    uint64_t bytes = 0;
+    for (int i = 0; i < 8; ++i) bytes |= uint64_t(*from[i]) << (8 * i);
+    return {powers_of_two(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(int64_t(bytes)))), _mm256_setzero_ps()};
+  } else if constexpr (Type::kHasMin) {
+    const __m128i a = _mm_setr_epi32(word32(from[0]), word32(from[1]), word32(from[2]), word32(from[3]));
+    const __m128i b = _mm_setr_epi32(word32(from[4]), word32(from[5]), word32(from[6]), word32(from[7]));
+    const __m128i mask = _mm_set1_epi32(0xffff);
+    const __m128i d = _mm_packus_epi32(_mm_and_si128(a, mask), _mm_and_si128(b, mask));
+    return {_mm256_cvtph_ps(d), _mm256_cvtph_ps(_mm_packus_epi32(_mm_srli_epi32(a, 16), _mm_srli_epi32(b, 16)))};
+  } else {
+    return {_mm256_cvtph_ps(_mm_set_epi64x(four_halves(from, 4), four_halves(from, 0))), _mm256_setzero_ps()};
+  }
+}
+
+// --- 256 bits: vector j has values 4j .. 4j + 3 ------------------------------------------------------------------
+
+// Dword j of 16 bytes of each block.
+template <class From>
+FT_INLINE void transpose16(const From &from, int offset, I8 *out) {
+  I8 v[4];
+  for (int i = 0; i < 4; ++i) {
+    const I8 low = _mm256_castsi128_si256(load16(from[i] + offset));
+    v[i] = _mm256_inserti128_si256(low, load16(from[i + 4] + offset), 1);
+  }
+  const I8 a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpacklo_epi32(v[2], v[3]);
+  const I8 c = _mm256_unpackhi_epi32(v[0], v[1]), d = _mm256_unpackhi_epi32(v[2], v[3]);
+  out[0] = _mm256_unpacklo_epi64(a, b);
+  out[1] = _mm256_unpackhi_epi64(a, b);
+  out[2] = _mm256_unpacklo_epi64(c, d);
+  out[3] = _mm256_unpackhi_epi64(c, d);
+}
+
+// Adds bit 4j + i of each block's word as 16 to its byte i of w[j]. A bit is spread with the byte or nibble that has
+// it, then cut out in the byte's upper half.
+template <class Type, class From>
+FT_INLINE void add_fifth_bits(const From &from, I8 *w) {
+  constexpr int at = Type::kFifths;
+  const I8 odd = _mm256_setr_epi32(int(word32(from[0] + at)), int(word32(from[1] + at)), int(word32(from[2] + at)),
+                                   int(word32(from[3] + at)), int(word32(from[4] + at)), int(word32(from[5] + at)),
+                                   int(word32(from[6] + at)), int(word32(from[7] + at)));
+  const I8 even = _mm256_slli_epi32(odd, 4), bit = _mm256_set1_epi32(int(0x80402010)), one = _mm256_set1_epi8(16);
+  const I8 spread = _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c);
+  for (int j = 0; j < 8; ++j) {
+    const I8 byte = _mm256_shuffle_epi8(j & 1 ? odd : even, _mm256_add_epi8(spread, _mm256_set1_epi8(char(j / 2))));
+    w[j] = _mm256_or_si256(w[j], _mm256_min_epu8(_mm256_and_si256(byte, bit), one));
+  }
+}
+
+struct Narrow {
+  I8 w[8];
+
+  template <class Type, class From>
+  FT_INLINE void unpack(const From &from) {
+    transpose16(from, Type::kQuants, w);
+    if constexpr (Type::kCoding == kBytes) {
+      transpose16(from, Type::kQuants + 16, w + 4);
+      for (int j = 0; j < 8 && !Type::kSigned; ++j) w[j] = _mm256_xor_si256(w[j], _mm256_set1_epi8(char(0x80)));
+    } else {
+      const I8 mask = _mm256_set1_epi8(15);
+      for (int j = 0; j < 4; ++j) {
+        w[j + 4] = _mm256_and_si256(_mm256_srli_epi16(w[j], 4), mask);
+        w[j] = _mm256_and_si256(w[j], mask);
+      }
+    }
+    if constexpr (Type::kCoding == kLookUp) {
+      const I8 codes = load(Type::kCodes.at);
+      for (int j = 0; j < 8; ++j) w[j] = _mm256_shuffle_epi8(codes, w[j]);
+    }
+    if constexpr (Type::kCoding == kFiveBits) add_fifth_bits<Type>(from, w);
+  }
+
+#ifdef FT_VNNI
+  template <class Type>
+  FT_INLINE I8 plane(const int8_t (*p)[8][4], I8 sum) const {
+    for (int j = 0; j < 8; ++j) sum = add_dot(sum, w[j], load(p[j]));
+    return sum;
+  }
+#else
+  // Pairs are summed in 16 bits as long as they hold them.
+  template <class Type>
+  FT_INLINE I8 plane(const int8_t (*p)[8][4], I8 sum) const {
+    constexpr int at_once = Type::kHighest * 254 * 8 < 32768 ? 8 : Type::kHighest * 254 * 4 < 32768 ? 4 : 1;
+    for (int j = 0; j < 8; j += at_once) {
+      I8 pairs = product<Type>(p, j);
+      for (int i = 1; i < at_once; ++i) pairs = _mm256_add_epi16(pairs, product<Type>(p, j + i));
+      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    return sum;
+  }
+
+  template <class Type>
+  FT_INLINE I8 product(const int8_t (*p)[8][4], int j) const {
+    if (!Type::kSigned) return _mm256_maddubs_epi16(w[j], load(p[j]));
+    return _mm256_maddubs_epi16(_mm256_abs_epi8(w[j]), _mm256_sign_epi8(load(p[j]), w[j]));
+  }
+#endif
+
+  // Sums of eight blocks; `negated` are their -A.
+  template <class Type, int kPlanes>
+  FT_INLINE I8 sums(const Act32 &a, const int32_t *negated) const {
+    I8 bias = _mm256_setzero_si256();
+    if (Type::kBias) bias = _mm256_slli_epi32(load(negated), log2_of(Type::kBias));
+    if (kPlanes == 1) return plane<Type>(a.hi, bias);
+    const I8 hi = plane<Type>(a.hi, _mm256_setzero_si256());
+    return _mm256_add_epi32(_mm256_slli_epi32(hi, 8), plane<Type>(a.lo, bias));
+  }
+};
+
+// --- rows -----------------------------------------------------------------------------------------------------
+
+constexpr int kMaxTokens = 8;
+
+// Activations of eight blocks.
+struct Acts {
+  const Act32 *planes;
+  const float *dx, *sx;
+  const int32_t *negated;
+  Acts() = default;
+  Acts(const void *act, int64_t nb) : planes(static_cast<const Act32 *>(act)) {
+    const Scales32 s(act, nb);
+    dx = s.dx;
+    sx = s.sx;
+    negated = s.negated;
+  }
+  FT_INLINE Acts at(int64_t group) const {
+    Acts a;
+    a.planes = planes + group;
+    a.dx = dx + 8 * group;
+    a.sx = sx + 8 * group;
+    a.negated = negated + 8 * group;
+    return a;
+  }
+};
+
+template <class Type, class Unit, int kPlanes>
+FT_INLINE F8 terms_32(const Unit &weights, const Factors32 &f, const Acts &a) {
+  const F8 s = _mm256_cvtepi32_ps(weights.template sums<Type, kPlanes>(*a.planes, a.negated));
+  F8 terms = _mm256_mul_ps(_mm256_mul_ps(f.d, _mm256_loadu_ps(a.dx)), s);
+  if (Type::kHasMin) terms = _mm256_add_ps(terms, _mm256_mul_ps(f.m, _mm256_loadu_ps(a.sx)));
+  return terms;
+}
+
+// The activations of a row's last `count` blocks over and over: eight places meet the last blocks of several rows.
+struct Repeated {
+  Act32 planes;
+  float dx[8], sx[8];
+  int32_t negated[8];
+
+  void fill(const Acts &from, int count) {
+    alignas(32) int32_t places[8];
+    for (int i = 0; i < 8; ++i) places[i] = i % count;
+    const I8 order = load(places);
+    const auto move = [&](const void *src, void *dst) {
+      _mm256_storeu_si256(static_cast<I8 *>(dst), _mm256_permutevar8x32_epi32(load(src), order));
+    };
+    for (int j = 0; j < 8; ++j) {
+      move(from.planes->hi[j], planes.hi[j]);
+      move(from.planes->lo[j], planes.lo[j]);
+    }
+    move(from.dx, dx);
+    move(from.sx, sx);
+    move(from.negated, negated);
+  }
+  Acts acts() const {
+    Acts a;
+    a.planes = &planes;
+    a.dx = dx;
+    a.sx = sx;
+    a.negated = negated;
+    return a;
+  }
+};
+
+alignas(32) static const int32_t kFirstLanes[16] = {-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0};
+alignas(32) static const int32_t kLaneNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7};
+
+// `count` lanes from lane `from` on, moved to the first ones; +0 behind them.
+FT_INLINE F8 first_lanes(F8 v, int from, int count) {
+  const F8 moved = _mm256_permutevar8x32_ps(v, load(kLaneNumbers + from));
+  return _mm256_and_ps(moved, _mm256_castsi256_ps(load(kFirstLanes + 8 - count)));
+}
+
+// One call's rows and tokens. Unit holds the weights of eight blocks: Narrow, or Wide of x86_wide32.h.
+template <class Type, class Unit, int kPlanes>
+struct Rows32 {
+  using Block = typename Type::Block;
+  const uint8_t *w;
+  int64_t row_bytes, n_groups;  // full groups of a row
+  int tail, n;                  // blocks behind them, tokens
+  Acts acts[kMaxTokens];
+  Repeated repeated[kMaxTokens];
+
+  Rows32(const uint8_t *weights, int64_t bytes, int64_t nb, const void *const *act, int n_tokens)
+      : w(weights), row_bytes(bytes), n_groups(nb / 8), tail(int(nb % 8)), n(n_tokens) {
+    for (int t = 0; t < n; ++t) {
+      acts[t] = Acts(act[t], nb);
+      if (tail) repeated[t].fill(acts[t].at(n_groups), tail);
+    }
+  }
+
+  // Lanes of a row's full groups, of every token.
+  FT_INLINE void full_groups(const uint8_t *row, F8 *sums) const {
+    for (int t = 0; t < n; ++t) sums[t] = _mm256_setzero_ps();
+    InRow<Block> from = {row};
+    for (int64_t g = 0; g < n_groups; ++g) {
+      prefetch<8 * sizeof(Block)>(from.first);
+      Unit weights;
+      weights.template unpack<Type>(from);
+      const Factors32 f = factors_32<Type>(from);
+      for (int t = 0; t < n; ++t) {
+        sums[t] = _mm256_add_ps(sums[t], terms_32<Type, Unit, kPlanes>(weights, f, acts[t].at(g)));
+      }
+      from.first += 8 * sizeof(Block);
+    }
+  }
+
+  FT_INLINE F8 full_groups_one(const uint8_t *row) const {
+    F8 sum = _mm256_setzero_ps();
+    InRow<Block> from = {row};
+    Acts a = acts[0];
+    for (int64_t g = 0; g < n_groups; ++g) {
+      prefetch<8 * sizeof(Block)>(from.first);
+      Unit weights;
+      weights.template unpack<Type>(from);
+      sum = _mm256_add_ps(sum, terms_32<Type, Unit, kPlanes>(weights, factors_32<Type>(from), a));
+      from.first += 8 * sizeof(Block);
+      a = a.at(1);
+    }
+    return sum;
+  }
+
+  // The last blocks of `rows` rows as one group.
+  FT_INLINE void tails(const uint8_t *row, int rows, F8 (*sums)[kMaxTokens]) const {
+    Scattered from;
+    for (int i = 0; i < 8; ++i) {
+      const int r = i / tail < rows ? i / tail : 0;
+      from.at[i] = row + r * row_bytes + (n_groups * 8 + i % tail) * int64_t(sizeof(Block));
+    }
+    Unit weights;
+    weights.template unpack<Type>(from);
+    const Factors32 f = factors_32<Type>(from);
+    for (int t = 0; t < n; ++t) {
+      const F8 terms = terms_32<Type, Unit, kPlanes>(weights, f, repeated[t].acts());
+      for (int r = 0; r < rows; ++r) sums[r][t] = _mm256_add_ps(sums[r][t], first_lanes(terms, r * tail, tail));
+    }
+  }
+
+  FT_INLINE void run(int64_t row0, int64_t row1, float *const *out) const {
+    const int step = tail ? 8 / tail : 1;
+    for (int64_t r = row0; r < row1; r += step) {
+      const int rows = row1 - r < step ? int(row1 - r) : step;
+      F8 sums[8][kMaxTokens];
+      for (int i = 0; i < rows; ++i) {
+        if (n == 1) {
+          sums[i][0] = full_groups_one(w + (r + i) * row_bytes);
+        } else {
+          full_groups(w + (r + i) * row_bytes, sums[i]);
+        }
+      }
+      if (tail) tails(w + r * row_bytes, rows, sums);
+      for (int i = 0; i < rows; ++i) {
+        for (int t = 0; t < n; ++t) out[t][r + i] = tree8(sums[i][t]);
+      }
+    }
+  }
+};
+
+template <class Type, class Unit>
+inline void matvec_32(const uint8_t *w, int64_t row_bytes, int64_t n_cols, int64_t row0, int64_t row1,
+                      const void *const *act, int n, int planes, float *const *out) {
+  if (planes == 2) {
+    Rows32<Type, Unit, 2>(w, row_bytes, n_cols / 32, act, n).run(row0, row1, out);
+  } else {
+    Rows32<Type, Unit, 1>(w, row_bytes, n_cols / 32, act, n).run(row0, row1, out);
+  }
+}
+
+}  // namespace
+}  // namespace ft
+#endif
