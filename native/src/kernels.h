@@ -30,8 +30,11 @@ enum Type {
 // All of it is padded with zeros to a multiple of 8 blocks (but Act256). With one plane lo and its sums are zero.
 
 // Eight blocks side by side: place [j][b] holds values 4j .. 4j + 3 of block b, so that a lane of 32 bits is a block.
+// Where products of bytes may saturate (AVX2 without VNNI) there are also the values `a` themselves, the even ones of
+// each four ([j][0]) and the odd ones ([j][1]); other variants leave `words` unwritten.
 struct Act32 {
   int8_t hi[8][8][4], lo[8][8][4];
+  int16_t words[8][2][8][2];
 };
 struct Act256 {
   int8_t hi[256], lo[256];
@@ -39,7 +42,7 @@ struct Act256 {
   int16_t sum32[2][8];   // the same over each 32 values, in order
   int8_t pad[32];
 };
-static_assert(sizeof(Act32) == 512 && sizeof(Act256) == 640, "layout of activations");
+static_assert(sizeof(Act32) == 1024 && sizeof(Act256) == 640, "layout of activations");
 
 // Even groups, then odd ones: a group of 32 values takes one place of each half of a vector.
 static inline int group_place(int j) { return (j & 1) * 8 + (j >> 1); }

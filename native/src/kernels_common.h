@@ -68,15 +68,20 @@ struct Scales32 {
       : dx(act_scales(act, 32, nb)), sx(dx + pad8(nb)), negated(reinterpret_cast<const int32_t *>(sx + pad8(nb))) {}
 };
 
-// Block `b` of eight of x, and its dx; returns A.
-inline int32_t quantize_32(const float *x, int planes, Act32 &a, int b, float *dx) {
-  int8_t hi[32], lo[32];
-  *dx = quantize_block<32>(x, planes, hi, lo);
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+constexpr bool kActWords = true;
+#else
+constexpr bool kActWords = false;
+#endif
+
+inline void put_block(const int8_t *hi, const int8_t *lo, int planes, Act32 &a, int64_t b) {
   for (int j = 0; j < 8; ++j) {
     std::memcpy(a.hi[j][b], hi + 4 * j, 4);
     std::memcpy(a.lo[j][b], lo + 4 * j, 4);
+    for (int i = 4 * j; kActWords && i < 4 * j + 4; ++i) {
+      a.words[j][i & 1][b][i >> 1 & 1] = int16_t(planes == 2 ? 256 * hi[i] + lo[i] : hi[i]);
+    }
   }
-  return planes == 2 ? 256 * plane_sum(hi, 32) + plane_sum(lo, 32) : plane_sum(hi, 32);
 }
 
 inline void quantize_rows_32(const float *x, int64_t nb, int planes, void *act_token, int64_t block0, int64_t block1) {
@@ -84,17 +89,18 @@ inline void quantize_rows_32(const float *x, int64_t nb, int planes, void *act_t
   const int64_t padded = pad8(nb);
   float *dx = act_scales(act_token, 32, nb), *sx = dx + padded;
   auto *negated = reinterpret_cast<int32_t *>(sx + padded);
+  int8_t hi[32], lo[32];
   for (int64_t b = block0; b < block1; ++b) {
-    const int32_t sum = quantize_32(x + 32 * b, planes, groups[b / 8], int(b % 8), dx + b);
+    dx[b] = quantize_block<32>(x + 32 * b, planes, hi, lo);
+    put_block(hi, lo, planes, groups[b / 8], b % 8);
+    const int32_t sum = planes == 2 ? 256 * plane_sum(hi, 32) + plane_sum(lo, 32) : plane_sum(hi, 32);
     sx[b] = dx[b] * float(sum);
     negated[b] = -sum;
   }
   if (block1 != nb) return;
+  std::memset(hi, 0, sizeof(hi));
   for (int64_t b = nb; b < padded; ++b) {
-    for (int j = 0; j < 8; ++j) {
-      std::memset(groups[b / 8].hi[j][b % 8], 0, 4);
-      std::memset(groups[b / 8].lo[j][b % 8], 0, 4);
-    }
+    put_block(hi, hi, planes, groups[b / 8], b % 8);
     dx[b] = sx[b] = 0;
     negated[b] = 0;
   }

@@ -23,53 +23,40 @@ struct CodeTable {
   }
 };
 alignas(64) constexpr CodeTable kBiasedMXFP4(kTableMXFP4, 16);
-#ifdef FT_VNNI
-constexpr bool kByteSigns = false;
-alignas(64) constexpr CodeTable kCodesIQ4(kTableIQ4, 128);
-#else
-constexpr bool kByteSigns = true;  // maddubs of biased full bytes would saturate: their signs move to the planes
-alignas(64) constexpr CodeTable kCodesIQ4(kTableIQ4, 0);
-#endif
+alignas(64) constexpr CodeTable kBiasedIQ4(kTableIQ4, 128);
 
 enum Coding { kNibbles, kLookUp, kFiveBits, kBytes };
 
 // kBias is a power of two or 0, added to every integer; kHighest the largest integer then. kQuants is where a block's
-// nibbles or bytes begin, kFifths where the fifth bits do. kPlain: bytes that need no unpacking but the transposition.
+// nibbles or bytes begin, kFifths where the fifth bits do.
 struct BlocksQ4_0 : FormQ4_0 {
   static constexpr Coding kCoding = kNibbles;
   static constexpr int kBias = 8, kHighest = 15, kQuants = 2;
-  static constexpr bool kSigned = false;
 };
 struct BlocksQ4_1 : FormQ4_1 {
   static constexpr Coding kCoding = kNibbles;
   static constexpr int kBias = 0, kHighest = 15, kQuants = 4;
-  static constexpr bool kSigned = false;
 };
 struct BlocksQ5_0 : FormQ5_0 {
   static constexpr Coding kCoding = kFiveBits;
   static constexpr int kBias = 16, kHighest = 31, kQuants = 6, kFifths = 2;
-  static constexpr bool kSigned = false;
 };
 struct BlocksQ5_1 : FormQ5_1 {
   static constexpr Coding kCoding = kFiveBits;
   static constexpr int kBias = 0, kHighest = 31, kQuants = 8, kFifths = 4;
-  static constexpr bool kSigned = false;
 };
 struct BlocksQ8_0 : FormQ8_0 {
   static constexpr Coding kCoding = kBytes;
-  static constexpr int kBias = kByteSigns ? 0 : 128, kHighest = kByteSigns ? 128 : 255, kQuants = 2;
-  static constexpr bool kSigned = kByteSigns;
+  static constexpr int kBias = 128, kHighest = 255, kQuants = 2;
 };
 struct BlocksIQ4_NL : FormIQ4_NL {
   static constexpr Coding kCoding = kLookUp;
-  static constexpr int kBias = kByteSigns ? 0 : 128, kHighest = kByteSigns ? 127 : 241, kQuants = 2;
-  static constexpr bool kSigned = kByteSigns;
-  static constexpr const CodeTable &kCodes = kCodesIQ4;
+  static constexpr int kBias = 128, kHighest = 241, kQuants = 2;
+  static constexpr const CodeTable &kCodes = kBiasedIQ4;
 };
 struct BlocksMXFP4 : FormMXFP4 {
   static constexpr Coding kCoding = kLookUp;
   static constexpr int kBias = 16, kHighest = 28, kQuants = 1;
-  static constexpr bool kSigned = false;
   static constexpr const CodeTable &kCodes = kBiasedMXFP4;
 };
 
@@ -92,6 +79,16 @@ struct Factors32 {
   F8 d, m;
 };
 
+// Four bytes of each block. (GCC stores the words one by one for _mm256_setr_epi32, and then waits for them.)
+template <class From>
+FT_INLINE I8 eight_words(const From &from, int at) {
+  const __m128i low = _mm_setr_epi32(int(word32(from[0] + at)), int(word32(from[1] + at)), int(word32(from[2] + at)),
+                                     int(word32(from[3] + at)));
+  const __m128i high = _mm_setr_epi32(int(word32(from[4] + at)), int(word32(from[5] + at)), int(word32(from[6] + at)),
+                                      int(word32(from[7] + at)));
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+}
+
 // Four fp16 that begin `i`-th to (i + 3)-th block, as one word: shifts have their own ports.
 template <class From>
 FT_INLINE int64_t four_halves(const From &from, int i) {
@@ -113,11 +110,10 @@ FT_INLINE Factors32 factors_32(const From &from) {
     for (int i = 0; i < 8; ++i) bytes |= uint64_t(*from[i]) << (8 * i);
     return {powers_of_two(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(int64_t(bytes)))), _mm256_setzero_ps()};
   } else if constexpr (Type::kHasMin) {
-    const __m128i a = _mm_setr_epi32(word32(from[0]), word32(from[1]), word32(from[2]), word32(from[3]));
-    const __m128i b = _mm_setr_epi32(word32(from[4]), word32(from[5]), word32(from[6]), word32(from[7]));
-    const __m128i mask = _mm_set1_epi32(0xffff);
-    const __m128i d = _mm_packus_epi32(_mm_and_si128(a, mask), _mm_and_si128(b, mask));
-    return {_mm256_cvtph_ps(d), _mm256_cvtph_ps(_mm_packus_epi32(_mm_srli_epi32(a, 16), _mm_srli_epi32(b, 16)))};
+    const I8 both = eight_words(from, 0);  // low halves d, high ones m
+    const I8 d = _mm256_and_si256(both, _mm256_set1_epi32(0xffff)), m = _mm256_srli_epi32(both, 16);
+    const I8 packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(d, m), 0xd8);
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(packed)), _mm256_cvtph_ps(_mm256_extracti128_si256(packed, 1))};
   } else {
     return {_mm256_cvtph_ps(_mm_set_epi64x(four_halves(from, 4), four_halves(from, 0))), _mm256_setzero_ps()};
   }
@@ -145,10 +141,7 @@ FT_INLINE void transpose16(const From &from, int offset, I8 *out) {
 // it, then cut out in the byte's upper half.
 template <class Type, class From>
 FT_INLINE void add_fifth_bits(const From &from, I8 *w) {
-  constexpr int at = Type::kFifths;
-  const I8 odd = _mm256_setr_epi32(int(word32(from[0] + at)), int(word32(from[1] + at)), int(word32(from[2] + at)),
-                                   int(word32(from[3] + at)), int(word32(from[4] + at)), int(word32(from[5] + at)),
-                                   int(word32(from[6] + at)), int(word32(from[7] + at)));
+  const I8 odd = eight_words(from, Type::kFifths);
   const I8 even = _mm256_slli_epi32(odd, 4), bit = _mm256_set1_epi32(int(0x80402010)), one = _mm256_set1_epi8(16);
   const I8 spread = _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c);
   for (int j = 0; j < 8; ++j) {
@@ -165,7 +158,7 @@ struct Narrow {
     transpose16(from, Type::kQuants, w);
     if constexpr (Type::kCoding == kBytes) {
       transpose16(from, Type::kQuants + 16, w + 4);
-      for (int j = 0; j < 8 && !Type::kSigned; ++j) w[j] = _mm256_xor_si256(w[j], _mm256_set1_epi8(char(0x80)));
+      for (int j = 0; j < 8; ++j) w[j] = _mm256_xor_si256(w[j], _mm256_set1_epi8(char(0x80)));
     } else {
       const I8 mask = _mm256_set1_epi8(15);
       for (int j = 0; j < 4; ++j) {
@@ -181,36 +174,49 @@ struct Narrow {
   }
 
 #ifdef FT_VNNI
+  static constexpr bool kVnni = true;
+  // Two chains: a longer one would keep the scheduler's queue full.
   template <class Type>
-  FT_INLINE I8 plane(const int8_t (*p)[8][4], I8 sum) const {
-    for (int j = 0; j < 8; ++j) sum = add_dot(sum, w[j], load(p[j]));
-    return sum;
+  FT_INLINE I8 plane(const int8_t (*p)[8][4], I8 even) const {
+    I8 odd = _mm256_setzero_si256();
+    for (int j = 0; j < 8; j += 2) {
+      even = add_dot(even, w[j], load(p[j]));
+      odd = add_dot(odd, w[j + 1], load(p[j + 1]));
+    }
+    return _mm256_add_epi32(even, odd);
   }
 #else
+  static constexpr bool kVnni = false;
   // Pairs are summed in 16 bits as long as they hold them.
   template <class Type>
   FT_INLINE I8 plane(const int8_t (*p)[8][4], I8 sum) const {
-    constexpr int at_once = Type::kHighest * 254 * 8 < 32768 ? 8 : Type::kHighest * 254 * 4 < 32768 ? 4 : 1;
+    constexpr int at_once = Type::kHighest * 254 * 8 < 32768 ? 8 : 4;
+    static_assert(Type::kHighest * 254 * at_once < 32768 || Type::kHighest > 127, "sums of 16 bits");
     for (int j = 0; j < 8; j += at_once) {
-      I8 pairs = product<Type>(p, j);
-      for (int i = 1; i < at_once; ++i) pairs = _mm256_add_epi16(pairs, product<Type>(p, j + i));
+      I8 pairs = _mm256_maddubs_epi16(w[j], load(p[j]));
+      for (int i = j + 1; i < j + at_once; ++i) pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w[i], load(p[i])));
       sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
     return sum;
   }
-
-  template <class Type>
-  FT_INLINE I8 product(const int8_t (*p)[8][4], int j) const {
-    if (!Type::kSigned) return _mm256_maddubs_epi16(w[j], load(p[j]));
-    return _mm256_maddubs_epi16(_mm256_abs_epi8(w[j]), _mm256_sign_epi8(load(p[j]), w[j]));
-  }
 #endif
+
+  // For types whose pairs 16 bits do not hold: both planes at once.
+  FT_INLINE I8 words(const Act32 &a, I8 sum) const {
+    for (int j = 0; j < 8; ++j) {
+      const I8 even = _mm256_and_si256(w[j], _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(w[j], 8);
+      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(even, load(a.words[j][0])));
+      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(odd, load(a.words[j][1])));
+    }
+    return sum;
+  }
 
   // Sums of eight blocks; `negated` are their -A.
   template <class Type, int kPlanes>
   FT_INLINE I8 sums(const Act32 &a, const int32_t *negated) const {
     I8 bias = _mm256_setzero_si256();
     if (Type::kBias) bias = _mm256_slli_epi32(load(negated), log2_of(Type::kBias));
+    if constexpr (!kVnni && Type::kHighest > 127) return words(a, bias);
     if (kPlanes == 1) return plane<Type>(a.hi, bias);
     const I8 hi = plane<Type>(a.hi, _mm256_setzero_si256());
     return _mm256_add_epi32(_mm256_slli_epi32(hi, 8), plane<Type>(a.lo, bias));
@@ -253,7 +259,7 @@ FT_INLINE F8 terms_32(const Unit &weights, const Factors32 &f, const Acts &a) {
 
 // The activations of a row's last `count` blocks over and over: eight places meet the last blocks of several rows.
 struct Repeated {
-  Act32 planes;
+  alignas(64) Act32 planes;
   float dx[8], sx[8];
   int32_t negated[8];
 
@@ -267,6 +273,7 @@ struct Repeated {
     for (int j = 0; j < 8; ++j) {
       move(from.planes->hi[j], planes.hi[j]);
       move(from.planes->lo[j], planes.lo[j]);
+      for (int i = 0; kActWords && i < 2; ++i) move(from.planes->words[j][i], planes.words[j][i]);
     }
     move(from.dx, dx);
     move(from.sx, sx);
@@ -292,7 +299,7 @@ FT_INLINE F8 first_lanes(F8 v, int from, int count) {
 }
 
 // One call's rows and tokens. Unit holds the weights of eight blocks: Narrow, or Wide of x86_wide32.h.
-template <class Type, class Unit, int kPlanes>
+template <class Type, class Unit, int kPlanes, bool kOne>
 struct Rows32 {
   using Block = typename Type::Block;
   const uint8_t *w;
@@ -311,33 +318,21 @@ struct Rows32 {
 
   // Lanes of a row's full groups, of every token.
   FT_INLINE void full_groups(const uint8_t *row, F8 *sums) const {
-    for (int t = 0; t < n; ++t) sums[t] = _mm256_setzero_ps();
+    const int n_tokens = kOne ? 1 : n;
+    F8 sum[kMaxTokens];
+    for (int t = 0; t < n_tokens; ++t) sum[t] = _mm256_setzero_ps();
     InRow<Block> from = {row};
     for (int64_t g = 0; g < n_groups; ++g) {
       prefetch<8 * sizeof(Block)>(from.first);
       Unit weights;
       weights.template unpack<Type>(from);
       const Factors32 f = factors_32<Type>(from);
-      for (int t = 0; t < n; ++t) {
-        sums[t] = _mm256_add_ps(sums[t], terms_32<Type, Unit, kPlanes>(weights, f, acts[t].at(g)));
+      for (int t = 0; t < n_tokens; ++t) {
+        sum[t] = _mm256_add_ps(sum[t], terms_32<Type, Unit, kPlanes>(weights, f, acts[t].at(g)));
       }
       from.first += 8 * sizeof(Block);
     }
-  }
-
-  FT_INLINE F8 full_groups_one(const uint8_t *row) const {
-    F8 sum = _mm256_setzero_ps();
-    InRow<Block> from = {row};
-    Acts a = acts[0];
-    for (int64_t g = 0; g < n_groups; ++g) {
-      prefetch<8 * sizeof(Block)>(from.first);
-      Unit weights;
-      weights.template unpack<Type>(from);
-      sum = _mm256_add_ps(sum, terms_32<Type, Unit, kPlanes>(weights, factors_32<Type>(from), a));
-      from.first += 8 * sizeof(Block);
-      a = a.at(1);
-    }
-    return sum;
+    for (int t = 0; t < n_tokens; ++t) sums[t] = sum[t];
   }
 
   // The last blocks of `rows` rows as one group.
@@ -357,32 +352,42 @@ struct Rows32 {
   }
 
   FT_INLINE void run(int64_t row0, int64_t row1, float *const *out) const {
-    const int step = tail ? 8 / tail : 1;
-    for (int64_t r = row0; r < row1; r += step) {
-      const int rows = row1 - r < step ? int(row1 - r) : step;
+    for (int64_t r = row0; r < row1; r += 8) {
+      const int rows = row1 - r < 8 ? int(row1 - r) : 8, step = tail ? 8 / tail : 8;
+      const uint8_t *row = w + r * row_bytes;
       F8 sums[8][kMaxTokens];
-      for (int i = 0; i < rows; ++i) {
-        if (n == 1) {
-          sums[i][0] = full_groups_one(w + (r + i) * row_bytes);
-        } else {
-          full_groups(w + (r + i) * row_bytes, sums[i]);
-        }
+      for (int i = 0; i < rows; ++i) full_groups(row + i * row_bytes, sums[i]);
+      for (int i = 0; tail && i < rows; i += step) {
+        tails(row + i * row_bytes, rows - i < step ? rows - i : step, sums + i);
       }
-      if (tail) tails(w + r * row_bytes, rows, sums);
-      for (int i = 0; i < rows; ++i) {
-        for (int t = 0; t < n; ++t) out[t][r + i] = tree8(sums[i][t]);
+      for (int t = 0; t < n; ++t) {
+        if (rows == 8) {
+          _mm256_storeu_ps(out[t] + r, tree8_of_eight(sums[0] + t, kMaxTokens));
+        } else {
+          for (int i = 0; i < rows; ++i) out[t][r + i] = tree8(sums[i][t]);
+        }
       }
     }
   }
 };
 
+template <class Type, class Unit, int kPlanes>
+inline void matvec_32_planes(const uint8_t *w, int64_t row_bytes, int64_t nb, int64_t row0, int64_t row1,
+                             const void *const *act, int n, float *const *out) {
+  if (n == 1) {
+    Rows32<Type, Unit, kPlanes, true>(w, row_bytes, nb, act, n).run(row0, row1, out);
+  } else {
+    Rows32<Type, Unit, kPlanes, false>(w, row_bytes, nb, act, n).run(row0, row1, out);
+  }
+}
+
 template <class Type, class Unit>
 inline void matvec_32(const uint8_t *w, int64_t row_bytes, int64_t n_cols, int64_t row0, int64_t row1,
                       const void *const *act, int n, int planes, float *const *out) {
   if (planes == 2) {
-    Rows32<Type, Unit, 2>(w, row_bytes, n_cols / 32, act, n).run(row0, row1, out);
+    matvec_32_planes<Type, Unit, 2>(w, row_bytes, n_cols / 32, row0, row1, act, n, out);
   } else {
-    Rows32<Type, Unit, 1>(w, row_bytes, n_cols / 32, act, n).run(row0, row1, out);
+    matvec_32_planes<Type, Unit, 1>(w, row_bytes, n_cols / 32, row0, row1, act, n, out);
   }
 }
 

@@ -87,6 +87,20 @@ FT_INLINE I8 fold8(const I8 *v) {
   return _mm256_add_epi32(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31));
 }
 
+// tree8 of eight vectors, in order.
+FT_INLINE F8 tree8_of_eight(const F8 *v, int step) {
+  F8 two[4], four[2];  // l0+l4 l1+l5 l2+l6 l3+l7 of rows i and i + 4; then the two halves of rows i, i + 1, i + 4, i + 5
+  for (int i = 0; i < 4; ++i) {
+    const F8 a = v[i * step], b = v[(i + 4) * step];
+    two[i] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+  }
+  for (int i = 0; i < 2; ++i) {
+    const F8 a = two[2 * i], b = two[2 * i + 1];
+    four[i] = _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
+  }
+  return _mm256_add_ps(_mm256_shuffle_ps(four[0], four[1], 0x88), _mm256_shuffle_ps(four[0], four[1], 0xdd));
+}
+
 FT_INLINE float tree8(F8 v) {
   const __m128 a = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));  // l0+l4, l1+l5, l2+l6, l3+l7
   const __m128 b = _mm_add_ps(a, _mm_movehl_ps(a, a));

@@ -9,19 +9,20 @@
 namespace ft {
 namespace {
 
-// 16 bytes of each of four blocks.
+// 16 bytes of each of four blocks. (Masked broadcasts, since inserts would keep the ports of the shuffles busy.)
 template <class From>
 FT_INLINE __m512i four_blocks(const From &from, int first, int offset) {
   __m512i v = _mm512_castsi128_si512(load16(from[first] + offset));
-  v = _mm512_inserti32x4(v, load16(from[first + 1] + offset), 1);
-  v = _mm512_inserti32x4(v, load16(from[first + 2] + offset), 2);
-  return _mm512_inserti32x4(v, load16(from[first + 3] + offset), 3);
+  v = _mm512_mask_broadcast_i32x4(v, 0x00f0, load16(from[first + 1] + offset));
+  v = _mm512_mask_broadcast_i32x4(v, 0x0f00, load16(from[first + 2] + offset));
+  return _mm512_mask_broadcast_i32x4(v, 0xf000, load16(from[first + 3] + offset));
 }
 
 // 32 bytes of each of two blocks.
 template <class From>
 FT_INLINE __m512i two_blocks(const From &from, int first, int offset) {
-  return _mm512_inserti64x4(_mm512_castsi256_si512(load(from[first] + offset)), load(from[first + 1] + offset), 1);
+  const __m512i v = _mm512_castsi256_si512(load(from[first] + offset));
+  return _mm512_mask_broadcast_i64x4(v, 0xf0, load(from[first + 1] + offset));
 }
 
 // Dwords 0 and 1 of the eight blocks, then dwords 2 and 3.
@@ -50,11 +51,7 @@ FT_INLINE __m512i look_up(const CodeTable &t, __m512i v) { return _mm512_shuffle
 // Bit 8j + i of a block's word becomes 16 in byte i of w[j]'s lower half, bit 8j + 4 + i in its upper half.
 template <class Type, class From>
 FT_INLINE void add_fifth_bits(const From &from, __m512i *w) {
-  constexpr int at = Type::kFifths;
-  const I8 words = _mm256_setr_epi32(int(word32(from[0] + at)), int(word32(from[1] + at)), int(word32(from[2] + at)),
-                                     int(word32(from[3] + at)), int(word32(from[4] + at)), int(word32(from[5] + at)),
-                                     int(word32(from[6] + at)), int(word32(from[7] + at)));
-  const __m512i both = _mm512_broadcast_i64x4(words), one = _mm512_set1_epi8(16);
+  const __m512i both = _mm512_broadcast_i64x4(eight_words(from, Type::kFifths)), one = _mm512_set1_epi8(16);
 #ifdef __AVX512VBMI__
   const int64_t low = 0x1f1e1d1c3f3e3d3c;  // bit i of the word goes to bit 4: eight bits from bit i - 4 on
   const __m512i starts = _mm512_inserti64x4(_mm512_set1_epi64(low), _mm256_set1_epi64x(0x2322212003020100), 1);
