@@ -9,20 +9,19 @@
 namespace ft {
 namespace {
 
-// 16 bytes of each of four blocks. (Masked broadcasts, since inserts would keep the ports of the shuffles busy.)
+// 16 bytes of each of four blocks.
 template <class From>
 FT_INLINE __m512i four_blocks(const From &from, int first, int offset) {
   __m512i v = _mm512_castsi128_si512(load16(from[first] + offset));
-  v = _mm512_mask_broadcast_i32x4(v, 0x00f0, load16(from[first + 1] + offset));
-  v = _mm512_mask_broadcast_i32x4(v, 0x0f00, load16(from[first + 2] + offset));
-  return _mm512_mask_broadcast_i32x4(v, 0xf000, load16(from[first + 3] + offset));
+  v = _mm512_inserti32x4(v, load16(from[first + 1] + offset), 1);
+  v = _mm512_inserti32x4(v, load16(from[first + 2] + offset), 2);
+  return _mm512_inserti32x4(v, load16(from[first + 3] + offset), 3);
 }
 
 // 32 bytes of each of two blocks.
 template <class From>
 FT_INLINE __m512i two_blocks(const From &from, int first, int offset) {
-  const __m512i v = _mm512_castsi256_si512(load(from[first] + offset));
-  return _mm512_mask_broadcast_i64x4(v, 0xf0, load(from[first + 1] + offset));
+  return _mm512_inserti64x4(_mm512_castsi256_si512(load(from[first] + offset)), load(from[first + 1] + offset), 1);
 }
 
 // Dwords 0 and 1 of the eight blocks, then dwords 2 and 3.
