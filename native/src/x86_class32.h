@@ -195,7 +195,7 @@ struct Narrow {
     for (int j = 0; j < 8; j += at_once) {
       I8 pairs = _mm256_maddubs_epi16(w[j], load(p[j]));
       for (int i = j + 1; i < j + at_once; ++i) pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w[i], load(p[i])));
-      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+      sum = add_pairs(sum, pairs, _mm256_set1_epi16(1));
     }
     return sum;
   }
@@ -205,8 +205,8 @@ struct Narrow {
   FT_INLINE I8 words(const Act32 &a, I8 sum) const {
     for (int j = 0; j < 8; ++j) {
       const I8 even = _mm256_and_si256(w[j], _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(w[j], 8);
-      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(even, load(a.words[j][0])));
-      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(odd, load(a.words[j][1])));
+      sum = add_pairs(sum, even, load(a.words[j][0]));
+      sum = add_pairs(sum, odd, load(a.words[j][1]));
     }
     return sum;
   }

@@ -1,4 +1,4 @@
-// x86_products.h - products of quantised rows (docs/numerics.md, section 3) with the vectors of x86_forms.h.
+// x86_products.h - products of rows of class 256 (docs/numerics.md, section 3) with the vectors of x86_forms.h.
 //
 // The blocks of a row are taken eight at a time. Each leaves vectors of partial int32 sums; fold8 turns the eight into
 // one vector of eight block sums, so that lane = block index mod 8, as lanes8 wants it. NT activations share one
@@ -13,8 +13,6 @@
 namespace ft {
 namespace {
 
-// --- class 32 ---------------------------------------------------------------------------------------------------
-
 // Where a group of eight blocks stands: its weights, how many blocks there are, and the activations that they meet.
 template <class Act, int NT>
 struct Group {
@@ -22,13 +20,13 @@ struct Group {
   int count;
   int64_t first, nb;      // the first block's place in the row; places wrap at nb
   const Act *act[NT];
-  const float *dx[NT], *sx[NT];  // of the eight places from `first` on
+  const float *dx[NT];    // of the eight places from `first` on
 };
 
 // What is known of a group when it is compiled: eight blocks of one row, eight across the end of a row, or fewer.
 enum Shape { kStraight, kWrapping, kPartial };
 
-// --- class 256 --------------------------------------------------------------------------------------------------
+// --- a group's terms ----------------------------------------------------------------------------------------------
 
 // Partial sums of one block: the two planes, and M of the types with minimums.
 struct Sums {
@@ -152,9 +150,6 @@ FT_INLINE void terms_of(const Group<Act256, NT> &g, F8 *terms) {
   terms_256<Vec, NT, kPlanes, kShape>(g, terms);
 }
 
-template <class Act>
-constexpr int kClassOf = sizeof(Act) == sizeof(Act32) ? 32 : 256;
-
 // Row by row: lanes of a group are the lanes of lanes8.
 template <class Vec, class Act, int NT, int kPlanes>
 inline void rows_apart(const Matrix &m, const void *const *act, float *const *out) {
@@ -166,8 +161,7 @@ inline void rows_apart(const Matrix &m, const void *const *act, float *const *ou
     for (int t = 0; t < NT; ++t) {
       sum[t] = _mm256_setzero_ps();
       g.act[t] = static_cast<const Act *>(act[t]);
-      g.dx[t] = act_scales(act[t], kClassOf<Act>, m.nb);
-      g.sx[t] = g.dx[t] + pad8(m.nb);
+      g.dx[t] = act_scales(act[t], 256, m.nb);
     }
     for (g.first = 0; g.first < m.nb; g.first += 8) {
       g.count = m.nb - g.first < 8 ? int(m.nb - g.first) : 8;
@@ -180,7 +174,6 @@ inline void rows_apart(const Matrix &m, const void *const *act, float *const *ou
       for (int t = 0; t < NT; ++t) {
         sum[t] = _mm256_add_ps(sum[t], terms[t]);
         g.dx[t] += 8;
-        g.sx[t] += 8;
       }
     }
     for (int t = 0; t < NT; ++t) out[t][r] = tree8(sum[t]);
@@ -199,25 +192,21 @@ FT_INLINE F8 segment(F8 v, int from, int to, int shift) {
 }
 
 // Scales of a token, and again from the start for another eight places.
-template <class Act>
-inline void wrapped_scales(const void *act, int64_t nb, float *dx, float *sx) {
-  const float *from = act_scales(act, kClassOf<Act>, nb);
+inline void wrapped_scales(const void *act, int64_t nb, float *dx) {
+  const float *from = act_scales(act, 256, nb);
   std::memcpy(dx, from, size_t(nb) * 4);
   for (int64_t i = nb; i < nb + 8; ++i) dx[i] = dx[i - nb];
-  if (kClassOf<Act> != 32) return;
-  std::memcpy(sx, from + pad8(nb), size_t(nb) * 4);
-  for (int64_t i = nb; i < nb + 8; ++i) sx[i] = sx[i - nb];
 }
 
 // Rows whose blocks do not fill groups of eight lie one behind the other, so groups run on across their ends; each
 // row's part of a group is moved to the lanes where it belongs.
 template <class Vec, class Act, int NT, int kPlanes>
 inline void rows_together(const Matrix &m, const void *const *act, float *const *out) {
-  float dx[NT][kMaxStrip + 8], sx[NT][kMaxStrip + 8];
+  float dx[NT][kMaxStrip + 8];
   F8 sum[NT], terms[NT];
   Group<Act, NT> g;
   for (int t = 0; t < NT; ++t) {
-    wrapped_scales<Act>(act[t], m.nb, dx[t], sx[t]);
+    wrapped_scales(act[t], m.nb, dx[t]);
     sum[t] = _mm256_setzero_ps();
     g.act[t] = static_cast<const Act *>(act[t]);
   }
@@ -227,10 +216,7 @@ inline void rows_together(const Matrix &m, const void *const *act, float *const 
   for (int64_t left = (m.row1 - m.row0) * m.nb; left > 0; left -= 8) {
     g.count = left < 8 ? int(left) : 8;
     g.first = place;
-    for (int t = 0; t < NT; ++t) {
-      g.dx[t] = dx[t] + place;
-      g.sx[t] = sx[t] + place;
-    }
+    for (int t = 0; t < NT; ++t) g.dx[t] = dx[t] + place;
     if (g.count == 8 && place + 8 <= m.nb) {
       terms_of<Vec, NT, kPlanes, kStraight>(g, terms);
     } else if (g.count == 8 && NT == 1) {
@@ -290,7 +276,7 @@ inline void matvec_planes(const Matrix &all, const void *const *act, int n, floa
 template <class Vec, class Act>
 inline void matvec_vec(const uint8_t *w, int64_t row_bytes, int64_t n_cols, int64_t row0, int64_t row1,
                        const void *const *act, int n, int planes, float *const *out) {
-  const Matrix m = {w, row_bytes, n_cols / kClassOf<Act>, row0, row1};
+  const Matrix m = {w, row_bytes, n_cols / 256, row0, row1};
   if (planes == 2) {
     matvec_planes<Vec, Act, 2>(m, act, n, out);
   } else {
