@@ -78,9 +78,15 @@ inline void put_block(const int8_t *hi, const int8_t *lo, int planes, Act32 &a, 
   for (int j = 0; j < 8; ++j) {
     std::memcpy(a.hi[j][b], hi + 4 * j, 4);
     std::memcpy(a.lo[j][b], lo + 4 * j, 4);
-    for (int i = 4 * j; kActWords && i < 4 * j + 4; ++i) {
-      a.words[j][i & 1][b][i >> 1 & 1] = int16_t(planes == 2 ? 256 * hi[i] + lo[i] : hi[i]);
-    }
+  }
+  if (!kActWords) return;
+  const int unit = planes == 2 ? 256 : 1;
+  int16_t even[16], odd[16];
+  for (int i = 0; i < 16; ++i) even[i] = int16_t(unit * hi[2 * i] + lo[2 * i]);
+  for (int i = 0; i < 16; ++i) odd[i] = int16_t(unit * hi[2 * i + 1] + lo[2 * i + 1]);
+  for (int j = 0; j < 8; ++j) {
+    std::memcpy(a.words[j][0][b], even + 2 * j, 4);
+    std::memcpy(a.words[j][1][b], odd + 2 * j, 4);
   }
 }
 

@@ -191,7 +191,7 @@ struct Narrow {
   template <class Type>
   FT_INLINE I8 plane(const int8_t (*p)[8][4], I8 sum) const {
     constexpr int at_once = Type::kHighest * 254 * 8 < 32768 ? 8 : 4;
-    static_assert(Type::kHighest * 254 * at_once < 32768 || Type::kHighest > 127, "sums of 16 bits");
+    static_assert(Type::kHighest * 254 * at_once < 32768, "sums of 16 bits");
     for (int j = 0; j < 8; j += at_once) {
       I8 pairs = _mm256_maddubs_epi16(w[j], load(p[j]));
       for (int i = j + 1; i < j + at_once; ++i) pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w[i], load(p[i])));
@@ -216,10 +216,14 @@ struct Narrow {
   FT_INLINE I8 sums(const Act32 &a, const int32_t *negated) const {
     I8 bias = _mm256_setzero_si256();
     if (Type::kBias) bias = _mm256_slli_epi32(load(negated), log2_of(Type::kBias));
-    if constexpr (!kVnni && Type::kHighest > 127) return words(a, bias);
-    if (kPlanes == 1) return plane<Type>(a.hi, bias);
-    const I8 hi = plane<Type>(a.hi, _mm256_setzero_si256());
-    return _mm256_add_epi32(_mm256_slli_epi32(hi, 8), plane<Type>(a.lo, bias));
+    if constexpr (!kVnni && Type::kHighest > 127) {
+      return words(a, bias);
+    } else if constexpr (kPlanes == 1) {
+      return plane<Type>(a.hi, bias);
+    } else {
+      const I8 hi = plane<Type>(a.hi, _mm256_setzero_si256());
+      return _mm256_add_epi32(_mm256_slli_epi32(hi, 8), plane<Type>(a.lo, bias));
+    }
   }
 };
 
