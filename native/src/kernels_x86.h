@@ -8,13 +8,20 @@
 #include "x86_products.h"
 #include "x86_tiles.h"
 #include "x86_wide256.h"
+#include "x86_wide32.h"
 
 namespace ft {
 namespace {
 
-template <class Vec>
+#ifdef __AVX512VNNI__
+using Unit32 = Wide;
+#else
+using Unit32 = Narrow;
+#endif
+
+template <class Blocks, class Vec>
 inline void set_vec_32(Kernels &k, int type) {
-  k.matvec[type] = matvec_vec<Vec, Act32>;
+  k.matvec[type] = matvec_32<Blocks, Unit32>;
   k.decode_row[type] = decode_32_vec<Vec>;
 }
 
@@ -26,13 +33,13 @@ inline void set_vec_256(Kernels &k, int type) {
 
 inline Kernels x86_table(const char *name) {
   Kernels k = common_table(name);
-  set_vec_32<VecQ4_0>(k, Q4_0);
-  set_vec_32<VecQ4_1>(k, Q4_1);
-  set_vec_32<VecQ5_0>(k, Q5_0);
-  set_vec_32<VecQ5_1>(k, Q5_1);
-  set_vec_32<VecQ8_0>(k, Q8_0);
-  set_vec_32<VecIQ4_NL>(k, IQ4_NL);
-  set_vec_32<VecMXFP4>(k, MXFP4);
+  set_vec_32<BlocksQ4_0, VecQ4_0>(k, Q4_0);
+  set_vec_32<BlocksQ4_1, VecQ4_1>(k, Q4_1);
+  set_vec_32<BlocksQ5_0, VecQ5_0>(k, Q5_0);
+  set_vec_32<BlocksQ5_1, VecQ5_1>(k, Q5_1);
+  set_vec_32<BlocksQ8_0, VecQ8_0>(k, Q8_0);
+  set_vec_32<BlocksIQ4_NL, VecIQ4_NL>(k, IQ4_NL);
+  set_vec_32<BlocksMXFP4, VecMXFP4>(k, MXFP4);
   set_vec_256<FormQ2_K, VecQ2_K>(k, Q2_K);
   set_vec_256<FormQ3_K, VecQ3_K>(k, Q3_K);
   set_vec_256<FormQ4_K, VecQ4_K>(k, Q4_K);
