@@ -42,12 +42,14 @@ inline Kernels x86_table(const char *name) {
   set_vec_256<FormIQ2_XXS, VecIQ2_XXS>(k, IQ2_XXS);
   set_vec_256<FormIQ2_XS, VecIQ2_XS>(k, IQ2_XS);
   set_vec_256<FormIQ2_S, VecIQ2_S>(k, IQ2_S);
-#ifdef __AVX512VBMI__
-  set_vec_256<FormIQ3_XXS, WideIQ3_XXS>(k, IQ3_XXS);
-  set_vec_256<FormIQ3_S, WideIQ3_S>(k, IQ3_S);
-#else
   set_vec_256<FormIQ3_XXS, VecIQ3_XXS>(k, IQ3_XXS);
   set_vec_256<FormIQ3_S, VecIQ3_S>(k, IQ3_S);
+#ifdef FT_WIDE_GRIDS
+  k.matvec[IQ2_XXS] = matvec_wide<WideIQ2_XXS>;
+  k.matvec[IQ2_XS] = matvec_wide<WideIQ2_XS>;
+  k.matvec[IQ2_S] = matvec_wide<WideIQ2_S>;
+  k.matvec[IQ3_XXS] = matvec_wide<WideIQ3_XXS>;
+  k.matvec[IQ3_S] = matvec_wide<WideIQ3_S>;
 #endif
   k.matvec[F32] = matvec_float_vec<VecF32>;
   k.matvec[F16] = matvec_float_vec<VecF16>;

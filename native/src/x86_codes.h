@@ -1,11 +1,17 @@
-// x86_codes.h - the IQ3 types where the processor permutes bytes of whole registers (AVX512-VBMI): code words are looked
-// up 64 at a time from tables that pass through registers, and unpacked to bytes by shifts of each byte's own. For the
-// IQ2 types this was slower than look_up(): 4.2, 4.7 and 4.5 GB/s against 4.8, 5.6 and 6.2 on one Zen 4 core.
+// x86_codes.h - the IQ2 and IQ3 types where the processor permutes bytes of whole registers (AVX512-VBMI) and multiplies
+// matrices of bits (GFNI).
+//
+// Code words are looked up 64 at a time as packed levels, from tables that pass through registers. A vector k of four
+// holds the k-th 8 values of each 32 (a quadword each), so that a dot product's sums are of one scale and are scaled
+// once a block; activations are arranged alike first. An 8x8 transposition of bits (the product of a matrix of bytes
+// with single bits) brings levels and signs of a value together in one byte; one permutation turns that into the value.
 #ifndef FT_X86_CODES_H
 #define FT_X86_CODES_H
 #include "x86_grids.h"
+#include "x86_products.h"
 
-#ifdef __AVX512VBMI__
+#if defined(__AVX512VBMI__) && defined(__GFNI__) && defined(__BMI2__)
+#define FT_WIDE_GRIDS
 
 namespace ft {
 namespace {
@@ -13,74 +19,348 @@ namespace {
 using I16 = __m512i;
 
 FT_INLINE I16 load64(const void *p) { return _mm512_loadu_si512(p); }
+FT_INLINE I16 all64(uint64_t v) { return _mm512_set1_epi64(int64_t(v)); }
 
-// Bytes of a table of 256 at 64 places.
-FT_INLINE I16 byte_of_256(const uint8_t *table, I16 at, __mmask64 upper) {
-  const I16 low = _mm512_permutex2var_epi8(load64(table), at, load64(table + 64));
-  const I16 high = _mm512_permutex2var_epi8(load64(table + 128), at, load64(table + 192));
-  return _mm512_mask_blend_epi8(upper, low, high);
-}
+// --- code words ---------------------------------------------------------------------------------------------------
 
-// The same of tables of kCount, 256 or 512; bits 7 and 8 of a place are in masks.
+// Bytes of a table at 64 places, 128 bytes of it at a time: part[i] tells whose places are in the i-th 128.
 template <int kCount>
-FT_INLINE I16 byte_of(const uint8_t *table, I16 at, __mmask64 bit7, __mmask64 bit8) {
-  const I16 first = byte_of_256(table, at, bit7);
-  if (kCount == 256) return first;
-  return _mm512_mask_blend_epi8(bit8, first, byte_of_256(table + 256 % kCount, at, bit7));
+FT_INLINE I16 bytes_at(const uint8_t *table, I16 at, const __mmask64 *part) {
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount / 128; ++i) {
+    const uint8_t *t = table + 128 * i;
+    at = _mm512_mask2_permutex2var_epi8(load64(t), at, part[i], load64(t + 64));
+  }
+  return at;
 }
 
-FT_INLINE I16 words_of(I8 low, I8 high) {
-  return _mm512_or_si512(_mm512_cvtepu8_epi16(low), _mm512_slli_epi16(_mm512_cvtepu8_epi16(high), 8));
-}
-
-// What a block's prepare() leaves: the packed levels of its code words, and signs.
-struct WordsReady {
-  alignas(64) uint16_t words[64];
-  alignas(32) uint64_t signs[4];
+// Packed words, low byte first, of the first and the second 8 places of each 16.
+struct Words {
+  I16 first, second;
 };
 
-// Code words at 64 places.
 template <int kCount>
-FT_INLINE void look_up_words(WordsReady &r, const CodeBytes<kCount> &t, I16 at, __mmask64 bit8) {
+FT_INLINE Words words_at(const CodeBytes<kCount> &t, I16 at, __mmask64 bit8, __mmask64 bit9) {
   const __mmask64 bit7 = _mm512_movepi8_mask(at);
-  const I16 low = byte_of<kCount>(t.low, at, bit7, bit8), high = byte_of<kCount>(t.high, at, bit7, bit8);
-  _mm512_store_si512(r.words, words_of(_mm512_castsi512_si256(low), _mm512_castsi512_si256(high)));
-  const I8 low2 = _mm512_extracti64x4_epi64(low, 1), high2 = _mm512_extracti64x4_epi64(high, 1);
-  _mm512_store_si512(r.words + 32, words_of(low2, high2));
+  __mmask64 part[8] = {_knot_mask64(bit7), bit7};
+#pragma GCC unroll 2
+  for (int n = 2; n < kCount / 128; n *= 2) {
+    const __mmask64 upper = n == 2 ? bit8 : bit9;
+#pragma GCC unroll 4
+    for (int i = 0; i < n; ++i) {
+      part[n + i] = _kand_mask64(part[i], upper);
+      part[i] = _kandn_mask64(upper, part[i]);
+    }
+  }
+  const I16 low = bytes_at<kCount>(t.low, at, part), high = bytes_at<kCount>(t.high, at, part);
+  return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
 }
 
-// Levels of 64 values in bytes, by table of 64 that repeats the levels; then their signs.
-FT_INLINE void signed_levels(I16 packed, I16 shifts, const uint8_t *levels, uint64_t signs, I8 *n) {
-  const I16 grid = _mm512_permutexvar_epi8(_mm512_multishift_epi64_epi8(shifts, packed), load64(levels));
-  const I16 all = _mm512_mask_sub_epi8(grid, signs, _mm512_set1_epi8(char(2 * kGridBias)), grid);
-  n[0] = _mm512_castsi512_si256(all);
-  n[1] = _mm512_extracti64x4_epi64(all, 1);
+FT_INLINE void put(const Words &from, I16 *w) {
+  w[0] = from.first;
+  w[1] = from.second;
 }
 
-FT_INLINE void parts_iq3(const WordsReady &r, int s, const uint8_t *levels, I8 *n) {
-  const I16 packed = _mm512_cvtepu16_epi32(load(r.words + 16 * s));
-  signed_levels(packed, _mm512_set1_epi64(0x2926232009060300), levels, r.signs[s], n);
+// --- signs and scales ---------------------------------------------------------------------------------------------
+
+constexpr uint64_t kSingleBits = 0x8040201008040201;
+
+// Bytes of seven signs -> eight.
+FT_INLINE I16 even_signs64(I16 s) { return _mm512_gf2p8affine_epi64_epi8(s, all64(0x010204081020407f), 0); }
+
+// 2s + 1 in each 32 bits, s at some bits of the quadword; `shifts` begin one bit lower.
+FT_INLINE I16 odd_scales64(I16 words, I16 shifts) {
+  const I16 moved = _mm512_multishift_epi64_epi8(shifts, words);
+  return _mm512_ternarylogic_epi32(moved, _mm512_set1_epi32(0x1e), _mm512_set1_epi32(1), 0xea);  // (a & b) | c
 }
+
+// Scales of the vectors 0, 1 and of the vectors 2, 3; the same where a scale is of 32 values.
+struct LaneScales {
+  I16 sc[2];
+};
+
+FT_INLINE LaneScales nibble_scales64(const uint8_t *p) {
+  const I16 all = all64(word_at<uint64_t>(p));
+  const I16 even = _mm512_setr_epi32(63, 63, 7, 7, 15, 15, 23, 23, 31, 31, 39, 39, 47, 47, 55, 55);
+  const I16 odd = _mm512_setr_epi32(3, 3, 11, 11, 19, 19, 27, 27, 35, 35, 43, 43, 51, 51, 59, 59);
+  return {{odd_scales64(all, even), odd_scales64(all, odd)}};
+}
+
+// --- values: 64 + n of four vectors ---------------------------------------------------------------------------------
+
+// `words` holds four code words a lane, each a byte of lower and a byte of upper bits; `signs` has the signs of words 2,
+// 3, 0, 1 in the bytes 2 to 5 of a lane. Byte b of a lane gives bit 7 - b of its values.
+FT_INLINE void values_iq2(I16 words, I16 signs, const LevelBytes &levels, I16 *n) {
+  const I16 spread = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 1, 0, 0, 2, 3, 0, 0, 8, 9, 0, 0, 10, 11));
+  const I16 first = _mm512_mask_shuffle_epi8(signs, 0xcccccccccccccccc, words, spread);
+  const I16 second = _mm512_mask_blend_epi32(0xaaaa, signs, words);
+  const I16 a = _mm512_gf2p8affine_epi64_epi8(all64(kSingleBits), first, 0);
+  const I16 b = _mm512_gf2p8affine_epi64_epi8(all64(kSingleBits), second, 0);
+  n[0] = _mm512_permutexvar_epi8(a, load64(levels.at[0]));
+  n[1] = _mm512_permutexvar_epi8(a, load64(levels.at[1]));
+  n[2] = _mm512_permutexvar_epi8(b, load64(levels.at[2]));
+  n[3] = _mm512_permutexvar_epi8(b, load64(levels.at[3]));
+}
+
+// `w` holds code words 0 to 3 and 4 to 7 of each lane; byte k of `signs` has the sign of vector k in bit 3 - k.
+FT_INLINE void values_iq3(const Words &w, I16 signs, const LevelBytes &levels, I16 *n) {
+  const I16 even = all64(0x1613100d0603003d), odd = all64(0x3633302d2623201d), mask = _mm512_set1_epi8(0x38);
+  const auto value = [&](I16 words, I16 shifts, I16 sign, int k) {
+    const I16 level = _mm512_multishift_epi64_epi8(shifts, words);
+    const I16 at = _mm512_ternarylogic_epi64(level, sign, mask, 0xe4);  // level where the mask is set
+    return _mm512_permutexvar_epi8(at, load64(levels.at[k]));
+  };
+  n[0] = value(w.first, even, _mm512_srli_epi16(signs, 1), 0);
+  n[1] = value(w.first, odd, signs, 1);
+  n[2] = value(w.second, even, signs, 2);
+  n[3] = value(w.second, odd, signs, 3);
+}
+
+// --- the types: what of two blocks is looked up together, and values and scales of one -----------------------------
+
+struct WideIQ2_XXS : VecIQ2_XXS {
+  using Codes = I16;
+  static constexpr bool kScaleOf16 = false;
+  FT_INLINE static void look_up(const Block &a, const Block &b, I16 *w) {
+    const __m512 both = _mm512_shuffle_ps(_mm512_castsi512_ps(load64(a.qs)), _mm512_castsi512_ps(load64(b.qs)), 0x88);
+    put(words_at(kGrids.packed_iq2_xxs, _mm512_castps_si512(both), 0, 0), w);
+  }
+  FT_INLINE static void values(const Block &b, I16 words, I16 *n) {
+    const I16 signs = _mm512_multishift_epi64_epi8(all64(0x00002720352e0000), load64(b.qs));
+    values_iq2(words, even_signs64(signs), kGrids.levels_iq2_xxs, n);
+  }
+  FT_INLINE static LaneScales lane_scales(const Block &b) {
+    const I16 s = odd_scales64(load64(b.qs), all64(0x0000003b0000003b));
+    return {{s, s}};
+  }
+};
+
+struct WideIQ2_XS : VecIQ2_XS {
+  using Codes = I16;
+  static constexpr bool kScaleOf16 = true;
+  FT_INLINE static void look_up(const Block &a, const Block &b, I16 *w) {
+    const I16 qa = load64(a.qs), qb = load64(b.qs), mask = _mm512_set1_epi16(255);
+    const I16 at = _mm512_packus_epi16(_mm512_and_si512(qa, mask), _mm512_and_si512(qb, mask));
+    const I16 bit8 = _mm512_packs_epi16(_mm512_slli_epi16(qa, 7), _mm512_slli_epi16(qb, 7));
+    put(words_at(kGrids.packed_iq2_xs, at, _mm512_movepi8_mask(bit8), 0), w);
+  }
+  FT_INLINE static void values(const Block &b, I16 words, I16 *n) {
+    const I16 signs = _mm512_multishift_epi64_epi8(all64(0x0000190939290000), load64(b.qs));
+    values_iq2(words, even_signs64(signs), kGrids.levels_iq2_xs, n);
+  }
+  FT_INLINE static LaneScales lane_scales(const Block &b) { return nibble_scales64(b.scales); }
+};
+
+struct WideIQ2_S : VecIQ2_S {
+  using Codes = I16;
+  static constexpr bool kScaleOf16 = true;
+  static constexpr uint64_t kEvenBytes = 0x00ff00ff00ff00ff, kEvenBits = 0x5555555555555555;
+  FT_INLINE static __mmask64 high_bits(uint64_t a, uint64_t b, uint64_t which) {
+    return _pdep_u64(_pext_u64(a, which), kEvenBytes) | _pdep_u64(_pext_u64(b, which), ~kEvenBytes);
+  }
+  FT_INLINE static void look_up(const Block &a, const Block &b, I16 *w) {
+    const I16 at = _mm512_permutex2var_epi64(_mm512_castsi256_si512(load(a.qs)),
+                                             _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11),
+                                             _mm512_castsi256_si512(load(b.qs)));
+    const uint64_t ha = word_at<uint64_t>(a.qh), hb = word_at<uint64_t>(b.qh);
+    put(words_at(kGrids.packed_iq2_s, at, high_bits(ha, hb, kEvenBits), high_bits(ha, hb, ~kEvenBits)), w);
+  }
+  FT_INLINE static void values(const Block &b, I16 words, I16 *n) {
+    alignas(64) static const int16_t kPlace[32] = {0, 9,  8,  0, 0, 11, 10, 0, 0, 13, 12, 0, 0, 15, 14, 0,
+                                                   0, 17, 16, 0, 0, 19, 18, 0, 0, 21, 20, 0, 0, 23, 22, 0};
+    const I16 signs = _mm512_permutexvar_epi16(load64(kPlace), load64(b.signs - 16));  // to stay within the block
+    values_iq2(words, signs, kGrids.levels_iq2_s, n);
+  }
+  FT_INLINE static LaneScales lane_scales(const Block &b) { return nibble_scales64(b.scales); }
+};
+
+// Codes of 64 places so that the first four of each 8 stand in the first 8 places of each 16.
+FT_INLINE I16 halves_of_eights(const uint8_t *qs) { return _mm512_shuffle_epi32(load64(qs), _MM_PERM_ENUM(0xd8)); }
 
 struct WideIQ3_XXS : VecIQ3_XXS {
-  FT_INLINE static WordsReady prepare(const Block &b) {
-    WordsReady r;
-    look_up_words(r, kGrids.words_iq3_xxs, load64(b.qs), 0);
-    store(r.signs, SignWords{load(b.words)}.signs());
-    return r;
+  using Codes = Words;
+  static constexpr bool kScaleOf16 = false;
+  FT_INLINE static I16 twice_words(const Block &b) {
+    const I16 place = _mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15);
+    return _mm512_permutexvar_epi32(place, load64(b.words - 32));
   }
-  FT_INLINE static void parts(const WordsReady &r, int s, I8 *n) { parts_iq3(r, s, kGrids.levels_iq3_xxs, n); }
+  FT_INLINE static void look_up(const Block &a, const Block &b, Words *w) {
+    w[0] = words_at(kGrids.packed_iq3_xxs, halves_of_eights(a.qs), 0, 0);
+    w[1] = words_at(kGrids.packed_iq3_xxs, halves_of_eights(b.qs), 0, 0);
+  }
+  FT_INLINE static void values(const Block &b, const Words &w, I16 *n) {
+    const I16 seven = _mm512_multishift_epi64_epi8(all64(0x150e070000000000), twice_words(b));
+    const I16 single_bits_and_parity = all64(0x7f40201008040201);
+    values_iq3(w, _mm512_gf2p8affine_epi64_epi8(single_bits_and_parity, seven, 0), kGrids.levels_iq3_xxs, n);
+  }
+  FT_INLINE static LaneScales lane_scales(const Block &b) {
+    const I16 s = odd_scales64(twice_words(b), all64(0x0000001b0000001b));
+    return {{s, s}};
+  }
 };
 
 struct WideIQ3_S : VecIQ3_S {
-  FT_INLINE static WordsReady prepare(const Block &b) {
-    WordsReady r;
-    look_up_words(r, kGrids.words_iq3_s, load64(b.qs), word_at<uint64_t>(b.qh));
-    store(r.signs, load(b.signs));
-    return r;
+  using Codes = Words;
+  static constexpr bool kScaleOf16 = false;
+  FT_INLINE static Words words(const Block &b) {
+    const uint64_t h = word_at<uint64_t>(b.qh), moved = (h ^ (h >> 4)) & 0x00f000f000f000f0;
+    return words_at(kGrids.packed_iq3_s, halves_of_eights(b.qs), h ^ moved ^ (moved << 4), 0);
   }
-  FT_INLINE static void parts(const WordsReady &r, int s, I8 *n) { parts_iq3(r, s, kGrids.levels_iq3_s, n); }
+  FT_INLINE static void look_up(const Block &a, const Block &b, Words *w) {
+    w[0] = words(a);
+    w[1] = words(b);
+  }
+  FT_INLINE static void values(const Block &b, const Words &w, I16 *n) {
+    const I16 place = _mm512_setr_epi32(0, 7, 0, 8, 0, 9, 0, 10, 0, 11, 0, 12, 0, 13, 0, 14);
+    const I16 signs = _mm512_permutexvar_epi32(place, load64(b.signs - 28));
+    values_iq3(w, _mm512_gf2p8affine_epi64_epi8(all64(kSingleBits), signs, 0), kGrids.levels_iq3_s, n);
+  }
+  FT_INLINE static LaneScales lane_scales(const Block &b) {
+    const I16 shifts = _mm512_setr_epi32(63, 63, 3, 3, 7, 7, 11, 11, 15, 15, 19, 19, 23, 23, 27, 27);
+    const I16 s = odd_scales64(_mm512_set1_epi32(int(word32(b.scales))), shifts);
+    return {{s, s}};
+  }
 };
+
+// --- products ---------------------------------------------------------------------------------------------------------
+
+// Activations of a block as the values come: of each plane four vectors, and what the bias of 64 adds to the sums of the
+// vectors 0, 1 and 2, 3, negative.
+struct GridAct {
+  int8_t plane[2][4][64];
+  int32_t start[2][2][16];
+};
+
+FT_INLINE void arrange(const int8_t *from, int8_t (*to)[64], int32_t (*start)[16]) {
+  const I16 bias = _mm512_set1_epi8(kGridBias);
+  I16 minus[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+  for (int k = 0; k < 4; ++k) {
+    const I16 place = _mm512_add_epi64(_mm512_setr_epi64(0, 4, 8, 12, 0, 4, 8, 12), _mm512_set1_epi64(k));
+    const I16 low = _mm512_permutex2var_epi64(load64(from), place, load64(from + 64));
+    const I16 high = _mm512_permutex2var_epi64(load64(from + 128), place, load64(from + 192));
+    const I16 all = _mm512_mask_blend_epi64(0xf0, low, high);
+    _mm512_store_si512(to[k], all);
+    minus[k / 2] = _mm512_dpbusd_epi32(minus[k / 2], bias, all);
+  }
+  for (int i = 0; i < 2; ++i) _mm512_store_si512(start[i], _mm512_sub_epi32(_mm512_setzero_si512(), minus[i]));
+}
+
+template <int kPlanes>
+inline void arrange_row(const void *act, int64_t nb, GridAct *to) {
+  for (int64_t b = 0; b < nb; ++b) {
+    const Act256 &a = static_cast<const Act256 *>(act)[b];
+    arrange(a.hi, to[b].plane[0], to[b].start[0]);
+    if (kPlanes == 2) arrange(a.lo, to[b].plane[1], to[b].start[1]);
+  }
+  std::memcpy(to + nb, act_scales(act, 256, nb), size_t(pad8(nb)) * 4);
+}
+
+// Sum of n * a times scales, of one plane.
+FT_INLINE I16 scaled_sums(const I16 *n, const LaneScales &s, const GridAct &a, int p) {
+  I16 sum[2];
+  for (int i = 0; i < 2; ++i) {
+    sum[i] = _mm512_dpbusd_epi32(load64(a.start[p][i]), n[2 * i], load64(a.plane[p][2 * i]));
+    sum[i] = _mm512_dpbusd_epi32(sum[i], n[2 * i + 1], load64(a.plane[p][2 * i + 1]));
+    sum[i] = _mm512_mullo_epi32(sum[i], s.sc[i]);
+  }
+  return _mm512_add_epi32(sum[0], sum[1]);
+}
+
+FT_INLINE I16 fold2(I16 a, I16 b) { return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b)); }
+FT_INLINE I16 fold4(I16 ab, I16 cd) {
+  return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+}
+
+// Lane i of the result is the sum of the lanes of v[i].
+FT_INLINE I8 fold8(const I16 *v) {
+  const I16 low = fold4(fold2(v[0], v[1]), fold2(v[2], v[3])), high = fold4(fold2(v[4], v[5]), fold2(v[6], v[7]));
+  const I16 halves =
+      _mm512_add_epi32(_mm512_shuffle_i32x4(low, high, 0x44), _mm512_shuffle_i32x4(low, high, 0xee));
+  const I16 sums = _mm512_add_epi32(_mm512_shuffle_i32x4(halves, halves, 0x88),
+                                    _mm512_shuffle_i32x4(halves, halves, 0xdd));
+  return _mm512_castsi512_si256(sums);
+}
+
+template <int NT>
+struct GridSums {
+  I16 v[NT][2][8];
+};
+
+template <class Wide, int NT, int kPlanes, Shape kShape>
+FT_INLINE void terms_of(const Group<GridAct, NT> &g, F8 *terms) {
+  using Block = typename Wide::Block;
+  const int count = kShape == kPartial ? g.count : 8;
+  const auto *blocks = reinterpret_cast<const Block *>(g.w);
+  I16 sums[NT][2][8];
+  int64_t place = g.first;
+  for (int i = 0; i < count; i += 2) {
+    typename Wide::Codes codes[2];
+    Wide::look_up(blocks[i], blocks[kShape == kPartial && i + 1 == count ? i : i + 1], codes);
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) {
+      if (kShape == kPartial && i + j == count) break;
+      const Block &b = blocks[i + j];
+      prefetch<sizeof(Block)>(&b);
+      I16 n[4];
+      Wide::values(b, codes[j], n);
+      const LaneScales s = Wide::lane_scales(b);
+      for (int t = 0; t < NT; ++t) {
+        for (int p = 0; p < kPlanes; ++p) sums[t][p][i + j] = scaled_sums(n, s, g.act[t][place], p);
+      }
+      ++place;
+      if (kShape != kStraight && place == g.nb) place = 0;
+    }
+  }
+  const Factors f = Wide::factors(g.w, count);
+  for (int t = 0; t < NT; ++t) {
+    for (int p = 0; p < kPlanes; ++p) {
+      for (int i = count; i < 8; ++i) sums[t][p][i] = _mm512_setzero_si512();
+    }
+    F8 sum = _mm256_cvtepi32_ps(fold8(sums[t][0]));
+    if (kPlanes == 2) {
+      sum = _mm256_add_ps(_mm256_mul_ps(sum, _mm256_set1_ps(256.0f)), _mm256_cvtepi32_ps(fold8(sums[t][1])));
+    }
+    terms[t] = _mm256_mul_ps(_mm256_mul_ps(f.d, _mm256_loadu_ps(g.dx[t])), sum);
+  }
+}
+
+// A row of activations as arranged, scales behind it.
+constexpr int64_t kMaxGridBlocks = 128;
+struct GridRow {
+  alignas(64) GridAct blocks[kMaxGridBlocks + 1];  // scales of 128 blocks need less than one
+};
+
+template <class Wide, int NT, int kPlanes>
+inline void rows_wide(const Matrix &m, const void *const *act, float *const *out) {
+  GridRow rows[NT];
+  const void *arranged[NT];
+  for (int t = 0; t < NT; ++t) {
+    arrange_row<kPlanes>(act[t], m.nb, rows[t].blocks);
+    arranged[t] = rows[t].blocks;
+  }
+  rows_tokens<Wide, GridAct, NT, kPlanes>(m, arranged, out);
+}
+
+template <class Wide, int kPlanes>
+inline void matvec_wide_planes(const Matrix &m, const void *const *act, int n, float *const *out) {
+  int t = 0;
+  for (; t + 4 <= n; t += 4) rows_wide<Wide, 4, kPlanes>(m, act + t, out + t);
+  for (; t + 2 <= n; t += 2) rows_wide<Wide, 2, kPlanes>(m, act + t, out + t);
+  for (; t < n; ++t) rows_wide<Wide, 1, kPlanes>(m, act + t, out + t);
+}
+
+template <class Wide>
+inline void matvec_wide(const uint8_t *w, int64_t row_bytes, int64_t n_cols, int64_t row0, int64_t row1,
+                        const void *const *act, int n, int planes, float *const *out) {
+  const Matrix m = {w, row_bytes, n_cols / 256, row0, row1};
+  if (m.nb > kMaxGridBlocks) {
+    matvec_vec<Wide, Act256>(w, row_bytes, n_cols, row0, row1, act, n, planes, out);
+  } else if (planes == 2) {
+    matvec_wide_planes<Wide, 2>(m, act, n, out);
+  } else {
+    matvec_wide_planes<Wide, 1>(m, act, n, out);
+  }
+}
 
 }  // namespace
 }  // namespace ft

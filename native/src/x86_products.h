@@ -198,6 +198,11 @@ FT_INLINE void terms_of(const Group<Act256, NT> &g, F8 *terms) {
 template <class Act>
 constexpr int kClassOf = sizeof(Act) == sizeof(Act32) ? 32 : 256;
 
+template <class Act>
+inline const float *scales_behind(const void *act, int64_t nb) {
+  return reinterpret_cast<const float *>(static_cast<const Act *>(act) + nb);
+}
+
 // Row by row: lanes of a group are the lanes of lanes8.
 template <class Vec, class Act, int NT, int kPlanes>
 inline void rows_apart(const Matrix &m, const void *const *act, float *const *out) {
@@ -209,7 +214,7 @@ inline void rows_apart(const Matrix &m, const void *const *act, float *const *ou
     for (int t = 0; t < NT; ++t) {
       sum[t] = _mm256_setzero_ps();
       g.act[t] = static_cast<const Act *>(act[t]);
-      g.dx[t] = act_scales(act[t], kClassOf<Act>, m.nb);
+      g.dx[t] = scales_behind<Act>(act[t], m.nb);
       g.sx[t] = g.dx[t] + pad8(m.nb);
     }
     for (g.first = 0; g.first < m.nb; g.first += 8) {
@@ -244,7 +249,7 @@ FT_INLINE F8 segment(F8 v, int from, int to, int shift) {
 // Scales of a token, and again from the start for another eight places.
 template <class Act>
 inline void wrapped_scales(const void *act, int64_t nb, float *dx, float *sx) {
-  const float *from = act_scales(act, kClassOf<Act>, nb);
+  const float *from = scales_behind<Act>(act, nb);
   std::memcpy(dx, from, size_t(nb) * 4);
   for (int64_t i = nb; i < nb + 8; ++i) dx[i] = dx[i - nb];
   if (kClassOf<Act> != 32) return;
