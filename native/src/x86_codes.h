@@ -23,42 +23,51 @@ FT_INLINE I16 all64(uint64_t v) { return _mm512_set1_epi64(int64_t(v)); }
 
 // --- code words ---------------------------------------------------------------------------------------------------
 
-// Bytes of a table at 64 places, 128 bytes of it at a time: part[i] tells whose places are in the i-th 128.
-template <int kCount>
-FT_INLINE I16 bytes_at(const uint8_t *table, I16 at, const __mmask64 *part) {
-#pragma GCC unroll 8
-  for (int i = 0; i < kCount / 128; ++i) {
-    const uint8_t *t = table + 128 * i;
-    at = _mm512_mask2_permutex2var_epi8(load64(t), at, part[i], load64(t + 64));
-  }
-  return at;
-}
-
 // Packed words, low byte first, of the first and the second 8 places of each 16.
 struct Words {
   I16 first, second;
 };
 
+// Places in a table: 64 lower bytes, and what is above them as masks.
+struct Places {
+  I16 low;
+  __mmask64 bit8, bit9;
+};
+
+// Whose places are in the i-th 128 of a table.
 template <int kCount>
-FT_INLINE Words words_at(const CodeBytes<kCount> &t, I16 at, __mmask64 bit8, __mmask64 bit9) {
-  const __mmask64 bit7 = _mm512_movepi8_mask(at);
-  __mmask64 part[8] = {_knot_mask64(bit7), bit7};
-#pragma GCC unroll 2
-  for (int n = 2; n < kCount / 128; n *= 2) {
-    const __mmask64 upper = n == 2 ? bit8 : bit9;
-#pragma GCC unroll 4
-    for (int i = 0; i < n; ++i) {
-      part[n + i] = _kand_mask64(part[i], upper);
-      part[i] = _kandn_mask64(upper, part[i]);
-    }
-  }
-  const I16 low = bytes_at<kCount>(t.low, at, part), high = bytes_at<kCount>(t.high, at, part);
-  return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
+FT_INLINE __mmask64 part_of(const Places &at, __mmask64 bit7, int i) {
+  const auto with = [](__mmask64 all, __mmask64 bit, bool set) {
+    return set ? _kand_mask64(all, bit) : _kandn_mask64(bit, all);
+  };
+  __mmask64 part = i & 1 ? bit7 : _knot_mask64(bit7);
+  if (kCount > 256) part = with(part, at.bit8, i & 2);
+  if (kCount > 512) part = with(part, at.bit9, i & 4);
+  return part;
 }
 
-FT_INLINE void put(const Words &from, I16 *w) {
-  w[0] = from.first;
-  w[1] = from.second;
+// Words at kBatch times 64 places. The table passes through registers 128 bytes at a time.
+template <int kBatch, int kCount>
+FT_INLINE void words_at(const CodeBytes<kCount> &t, const Places *at, Words *w) {
+  I16 low[kBatch], high[kBatch];
+  __mmask64 bit7[kBatch];
+  for (int n = 0; n < kBatch; ++n) {
+    low[n] = high[n] = at[n].low;
+    bit7[n] = _mm512_movepi8_mask(at[n].low);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount / 128; ++i) {
+    const uint8_t *l = t.low + 128 * i, *h = t.high + 128 * i;
+#pragma GCC unroll 8
+    for (int n = 0; n < kBatch; ++n) {
+      const __mmask64 part = part_of<kCount>(at[n], bit7[n], i);
+      low[n] = _mm512_mask2_permutex2var_epi8(load64(l), low[n], part, load64(l + 64));
+      high[n] = _mm512_mask2_permutex2var_epi8(load64(h), high[n], part, load64(h + 64));
+    }
+  }
+  for (int n = 0; n < kBatch; ++n) {
+    w[n] = {_mm512_unpacklo_epi8(low[n], high[n]), _mm512_unpackhi_epi8(low[n], high[n])};
+  }
 }
 
 // --- signs and scales ---------------------------------------------------------------------------------------------
@@ -118,12 +127,25 @@ FT_INLINE void values_iq3(const Words &w, I16 signs, const LevelBytes &levels, I
 
 // --- the types: what of two blocks is looked up together, and values and scales of one -----------------------------
 
-struct WideIQ2_XXS : VecIQ2_XXS {
+// How many blocks' codes fill a register; the words of one block.
+struct WideIQ2 {
+  static constexpr int kBlocks = 2;
   using Codes = I16;
+  FT_INLINE static I16 codes(const Words *w, int i) { return i & 1 ? w[i / 2].second : w[i / 2].first; }
+};
+struct WideIQ3 {
+  static constexpr int kBlocks = 1;
+  using Codes = Words;
+  FT_INLINE static Words codes(const Words *w, int i) { return w[i]; }
+};
+
+struct WideIQ2_XXS : VecIQ2_XXS, WideIQ2 {
+  using Vec = VecIQ2_XXS;
   static constexpr bool kScaleOf16 = false;
-  FT_INLINE static void look_up(const Block &a, const Block &b, I16 *w) {
+  static const auto &table() { return kGrids.packed_iq2_xxs; }
+  FT_INLINE static Places places(const Block &a, const Block &b) {
     const __m512 both = _mm512_shuffle_ps(_mm512_castsi512_ps(load64(a.qs)), _mm512_castsi512_ps(load64(b.qs)), 0x88);
-    put(words_at(kGrids.packed_iq2_xxs, _mm512_castps_si512(both), 0, 0), w);
+    return {_mm512_castps_si512(both), 0, 0};
   }
   FT_INLINE static void values(const Block &b, I16 words, I16 *n) {
     const I16 signs = _mm512_multishift_epi64_epi8(all64(0x00002720352e0000), load64(b.qs));
@@ -135,14 +157,15 @@ struct WideIQ2_XXS : VecIQ2_XXS {
   }
 };
 
-struct WideIQ2_XS : VecIQ2_XS {
-  using Codes = I16;
+struct WideIQ2_XS : VecIQ2_XS, WideIQ2 {
+  using Vec = VecIQ2_XS;
   static constexpr bool kScaleOf16 = true;
-  FT_INLINE static void look_up(const Block &a, const Block &b, I16 *w) {
+  static const auto &table() { return kGrids.packed_iq2_xs; }
+  FT_INLINE static Places places(const Block &a, const Block &b) {
     const I16 qa = load64(a.qs), qb = load64(b.qs), mask = _mm512_set1_epi16(255);
     const I16 at = _mm512_packus_epi16(_mm512_and_si512(qa, mask), _mm512_and_si512(qb, mask));
     const I16 bit8 = _mm512_packs_epi16(_mm512_slli_epi16(qa, 7), _mm512_slli_epi16(qb, 7));
-    put(words_at(kGrids.packed_iq2_xs, at, _mm512_movepi8_mask(bit8), 0), w);
+    return {at, _mm512_movepi8_mask(bit8), 0};
   }
   FT_INLINE static void values(const Block &b, I16 words, I16 *n) {
     const I16 signs = _mm512_multishift_epi64_epi8(all64(0x0000190939290000), load64(b.qs));
@@ -151,19 +174,20 @@ struct WideIQ2_XS : VecIQ2_XS {
   FT_INLINE static LaneScales lane_scales(const Block &b) { return nibble_scales64(b.scales); }
 };
 
-struct WideIQ2_S : VecIQ2_S {
-  using Codes = I16;
+struct WideIQ2_S : VecIQ2_S, WideIQ2 {
+  using Vec = VecIQ2_S;
   static constexpr bool kScaleOf16 = true;
+  static const auto &table() { return kGrids.packed_iq2_s; }
   static constexpr uint64_t kEvenBytes = 0x00ff00ff00ff00ff, kEvenBits = 0x5555555555555555;
   FT_INLINE static __mmask64 high_bits(uint64_t a, uint64_t b, uint64_t which) {
     return _pdep_u64(_pext_u64(a, which), kEvenBytes) | _pdep_u64(_pext_u64(b, which), ~kEvenBytes);
   }
-  FT_INLINE static void look_up(const Block &a, const Block &b, I16 *w) {
+  FT_INLINE static Places places(const Block &a, const Block &b) {
     const I16 at = _mm512_permutex2var_epi64(_mm512_castsi256_si512(load(a.qs)),
                                              _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11),
                                              _mm512_castsi256_si512(load(b.qs)));
     const uint64_t ha = word_at<uint64_t>(a.qh), hb = word_at<uint64_t>(b.qh);
-    put(words_at(kGrids.packed_iq2_s, at, high_bits(ha, hb, kEvenBits), high_bits(ha, hb, ~kEvenBits)), w);
+    return {at, high_bits(ha, hb, kEvenBits), high_bits(ha, hb, ~kEvenBits)};
   }
   FT_INLINE static void values(const Block &b, I16 words, I16 *n) {
     alignas(64) static const int16_t kPlace[32] = {0, 9,  8,  0, 0, 11, 10, 0, 0, 13, 12, 0, 0, 15, 14, 0,
@@ -177,17 +201,15 @@ struct WideIQ2_S : VecIQ2_S {
 // Codes of 64 places so that the first four of each 8 stand in the first 8 places of each 16.
 FT_INLINE I16 halves_of_eights(const uint8_t *qs) { return _mm512_shuffle_epi32(load64(qs), _MM_PERM_ENUM(0xd8)); }
 
-struct WideIQ3_XXS : VecIQ3_XXS {
-  using Codes = Words;
+struct WideIQ3_XXS : VecIQ3_XXS, WideIQ3 {
+  using Vec = VecIQ3_XXS;
   static constexpr bool kScaleOf16 = false;
+  static const auto &table() { return kGrids.packed_iq3_xxs; }
   FT_INLINE static I16 twice_words(const Block &b) {
     const I16 place = _mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15);
     return _mm512_permutexvar_epi32(place, load64(b.words - 32));
   }
-  FT_INLINE static void look_up(const Block &a, const Block &b, Words *w) {
-    w[0] = words_at(kGrids.packed_iq3_xxs, halves_of_eights(a.qs), 0, 0);
-    w[1] = words_at(kGrids.packed_iq3_xxs, halves_of_eights(b.qs), 0, 0);
-  }
+  FT_INLINE static Places places(const Block &b) { return {halves_of_eights(b.qs), 0, 0}; }
   FT_INLINE static void values(const Block &b, const Words &w, I16 *n) {
     const I16 seven = _mm512_multishift_epi64_epi8(all64(0x150e070000000000), twice_words(b));
     const I16 single_bits_and_parity = all64(0x7f40201008040201);
@@ -199,16 +221,13 @@ struct WideIQ3_XXS : VecIQ3_XXS {
   }
 };
 
-struct WideIQ3_S : VecIQ3_S {
-  using Codes = Words;
+struct WideIQ3_S : VecIQ3_S, WideIQ3 {
+  using Vec = VecIQ3_S;
   static constexpr bool kScaleOf16 = false;
-  FT_INLINE static Words words(const Block &b) {
+  static const auto &table() { return kGrids.packed_iq3_s; }
+  FT_INLINE static Places places(const Block &b) {
     const uint64_t h = word_at<uint64_t>(b.qh), moved = (h ^ (h >> 4)) & 0x00f000f000f000f0;
-    return words_at(kGrids.packed_iq3_s, halves_of_eights(b.qs), h ^ moved ^ (moved << 4), 0);
-  }
-  FT_INLINE static void look_up(const Block &a, const Block &b, Words *w) {
-    w[0] = words(a);
-    w[1] = words(b);
+    return {halves_of_eights(b.qs), h ^ moved ^ (moved << 4), 0};
   }
   FT_INLINE static void values(const Block &b, const Words &w, I16 *n) {
     const I16 place = _mm512_setr_epi32(0, 7, 0, 8, 0, 9, 0, 10, 0, 11, 0, 12, 0, 13, 0, 14);
@@ -231,6 +250,7 @@ struct GridAct {
   int32_t start[2][2][16];
 };
 
+template <bool kScaleOf16>
 FT_INLINE void arrange(const int8_t *from, int8_t (*to)[64], int32_t (*start)[16]) {
   const I16 bias = _mm512_set1_epi8(kGridBias);
   I16 minus[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
@@ -240,30 +260,33 @@ FT_INLINE void arrange(const int8_t *from, int8_t (*to)[64], int32_t (*start)[16
     const I16 high = _mm512_permutex2var_epi64(load64(from + 128), place, load64(from + 192));
     const I16 all = _mm512_mask_blend_epi64(0xf0, low, high);
     _mm512_store_si512(to[k], all);
-    minus[k / 2] = _mm512_dpbusd_epi32(minus[k / 2], bias, all);
+    I16 &sum = minus[kScaleOf16 ? k / 2 : 0];
+    sum = _mm512_dpbusd_epi32(sum, bias, all);
   }
   for (int i = 0; i < 2; ++i) _mm512_store_si512(start[i], _mm512_sub_epi32(_mm512_setzero_si512(), minus[i]));
 }
 
-template <int kPlanes>
+template <bool kScaleOf16, int kPlanes>
 inline void arrange_row(const void *act, int64_t nb, GridAct *to) {
   for (int64_t b = 0; b < nb; ++b) {
     const Act256 &a = static_cast<const Act256 *>(act)[b];
-    arrange(a.hi, to[b].plane[0], to[b].start[0]);
-    if (kPlanes == 2) arrange(a.lo, to[b].plane[1], to[b].start[1]);
+    arrange<kScaleOf16>(a.hi, to[b].plane[0], to[b].start[0]);
+    if (kPlanes == 2) arrange<kScaleOf16>(a.lo, to[b].plane[1], to[b].start[1]);
   }
   std::memcpy(to + nb, act_scales(act, 256, nb), size_t(pad8(nb)) * 4);
 }
 
 // Sum of n * a times scales, of one plane.
+template <class Wide>
 FT_INLINE I16 scaled_sums(const I16 *n, const LaneScales &s, const GridAct &a, int p) {
   I16 sum[2];
   for (int i = 0; i < 2; ++i) {
-    sum[i] = _mm512_dpbusd_epi32(load64(a.start[p][i]), n[2 * i], load64(a.plane[p][2 * i]));
+    sum[i] = Wide::kScaleOf16 || i == 0 ? load64(a.start[p][i]) : sum[0];
+    sum[i] = _mm512_dpbusd_epi32(sum[i], n[2 * i], load64(a.plane[p][2 * i]));
     sum[i] = _mm512_dpbusd_epi32(sum[i], n[2 * i + 1], load64(a.plane[p][2 * i + 1]));
-    sum[i] = _mm512_mullo_epi32(sum[i], s.sc[i]);
   }
-  return _mm512_add_epi32(sum[0], sum[1]);
+  if (!Wide::kScaleOf16) return _mm512_mullo_epi32(sum[1], s.sc[0]);
+  return _mm512_add_epi32(_mm512_mullo_epi32(sum[0], s.sc[0]), _mm512_mullo_epi32(sum[1], s.sc[1]));
 }
 
 FT_INLINE I16 fold2(I16 a, I16 b) { return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b)); }
@@ -286,30 +309,45 @@ struct GridSums {
   I16 v[NT][2][8];
 };
 
+constexpr int kBatch = 2;
+
+// Words of eight blocks; beyond `count` those of the last block.
+template <class Wide>
+FT_INLINE void look_up(const typename Wide::Block *b, int count, Words *w) {
+  for (int i = 0; i < count; i += kBatch * Wide::kBlocks) {
+    Places at[kBatch];
+    for (int n = 0; n < kBatch; ++n) {
+      const int first = i + n * Wide::kBlocks, second = first + 1, last = count - 1;
+      if constexpr (Wide::kBlocks == 2) {
+        at[n] = Wide::places(b[first < last ? first : last], b[second < last ? second : last]);
+      } else {
+        at[n] = Wide::places(b[first < last ? first : last]);
+      }
+    }
+    words_at<kBatch>(Wide::table(), at, w + i / Wide::kBlocks);
+  }
+}
+
 template <class Wide, int NT, int kPlanes, Shape kShape>
 FT_INLINE void terms_of(const Group<GridAct, NT> &g, F8 *terms) {
   using Block = typename Wide::Block;
   const int count = kShape == kPartial ? g.count : 8;
   const auto *blocks = reinterpret_cast<const Block *>(g.w);
   I16 sums[NT][2][8];
+  Words words[8 / Wide::kBlocks];
+  look_up<Wide>(blocks, count, words);
   int64_t place = g.first;
-  for (int i = 0; i < count; i += 2) {
-    typename Wide::Codes codes[2];
-    Wide::look_up(blocks[i], blocks[kShape == kPartial && i + 1 == count ? i : i + 1], codes);
-#pragma GCC unroll 2
-    for (int j = 0; j < 2; ++j) {
-      if (kShape == kPartial && i + j == count) break;
-      const Block &b = blocks[i + j];
-      prefetch<sizeof(Block)>(&b);
-      I16 n[4];
-      Wide::values(b, codes[j], n);
-      const LaneScales s = Wide::lane_scales(b);
-      for (int t = 0; t < NT; ++t) {
-        for (int p = 0; p < kPlanes; ++p) sums[t][p][i + j] = scaled_sums(n, s, g.act[t][place], p);
-      }
-      ++place;
-      if (kShape != kStraight && place == g.nb) place = 0;
+  for (int i = 0; i < count; ++i) {
+    const Block &b = blocks[i];
+    prefetch<sizeof(Block)>(&b);
+    I16 n[4];
+    Wide::values(b, Wide::codes(words, i), n);
+    const LaneScales s = Wide::lane_scales(b);
+    for (int t = 0; t < NT; ++t) {
+      for (int p = 0; p < kPlanes; ++p) sums[t][p][i] = scaled_sums<Wide>(n, s, g.act[t][place], p);
     }
+    ++place;
+    if (kShape != kStraight && place == g.nb) place = 0;
   }
   const Factors f = Wide::factors(g.w, count);
   for (int t = 0; t < NT; ++t) {
@@ -335,7 +373,7 @@ inline void rows_wide(const Matrix &m, const void *const *act, float *const *out
   GridRow rows[NT];
   const void *arranged[NT];
   for (int t = 0; t < NT; ++t) {
-    arrange_row<kPlanes>(act[t], m.nb, rows[t].blocks);
+    arrange_row<Wide::kScaleOf16, kPlanes>(act[t], m.nb, rows[t].blocks);
     arranged[t] = rows[t].blocks;
   }
   rows_tokens<Wide, GridAct, NT, kPlanes>(m, arranged, out);
@@ -354,7 +392,7 @@ inline void matvec_wide(const uint8_t *w, int64_t row_bytes, int64_t n_cols, int
                         const void *const *act, int n, int planes, float *const *out) {
   const Matrix m = {w, row_bytes, n_cols / 256, row0, row1};
   if (m.nb > kMaxGridBlocks) {
-    matvec_vec<Wide, Act256>(w, row_bytes, n_cols, row0, row1, act, n, planes, out);
+    matvec_vec<typename Wide::Vec, Act256>(w, row_bytes, n_cols, row0, row1, act, n, planes, out);
   } else if (planes == 2) {
     matvec_wide_planes<Wide, 2>(m, act, n, out);
   } else {
