@@ -34,40 +34,28 @@ struct Places {
   __mmask64 bit8, bit9;
 };
 
-// Whose places are in the i-th 128 of a table.
-template <int kCount>
-FT_INLINE __mmask64 part_of(const Places &at, __mmask64 bit7, int i) {
-  const auto with = [](__mmask64 all, __mmask64 bit, bool set) {
-    return set ? _kand_mask64(all, bit) : _kandn_mask64(bit, all);
-  };
-  __mmask64 part = i & 1 ? bit7 : _knot_mask64(bit7);
-  if (kCount > 256) part = with(part, at.bit8, i & 2);
-  if (kCount > 512) part = with(part, at.bit9, i & 4);
-  return part;
+// Bytes of a table of 256 at 64 places.
+FT_INLINE I16 bytes_at(const uint8_t *t, I16 at, __mmask64 bit7) {
+  at = _mm512_mask2_permutex2var_epi8(load64(t), at, _knot_mask64(bit7), load64(t + 64));
+  return _mm512_mask2_permutex2var_epi8(load64(t + 128), at, bit7, load64(t + 192));
 }
 
-// Words at kBatch times 64 places. The table passes through registers 128 bytes at a time.
-template <int kBatch, int kCount>
-FT_INLINE void words_at(const CodeBytes<kCount> &t, const Places *at, Words *w) {
-  I16 low[kBatch], high[kBatch];
-  __mmask64 bit7[kBatch];
-  for (int n = 0; n < kBatch; ++n) {
-    low[n] = high[n] = at[n].low;
-    bit7[n] = _mm512_movepi8_mask(at[n].low);
+template <int kCount>
+FT_INLINE I16 bytes_at(const uint8_t *t, const Places &at, __mmask64 bit7) {
+  constexpr int kHalf = kCount / 2;
+  if constexpr (kCount == 256) {
+    return bytes_at(t, at.low, bit7);
+  } else {
+    const __mmask64 upper = kCount == 512 ? at.bit8 : at.bit9;
+    return _mm512_mask_blend_epi8(upper, bytes_at<kHalf>(t, at, bit7), bytes_at<kHalf>(t + kHalf, at, bit7));
   }
-#pragma GCC unroll 8
-  for (int i = 0; i < kCount / 128; ++i) {
-    const uint8_t *l = t.low + 128 * i, *h = t.high + 128 * i;
-#pragma GCC unroll 8
-    for (int n = 0; n < kBatch; ++n) {
-      const __mmask64 part = part_of<kCount>(at[n], bit7[n], i);
-      low[n] = _mm512_mask2_permutex2var_epi8(load64(l), low[n], part, load64(l + 64));
-      high[n] = _mm512_mask2_permutex2var_epi8(load64(h), high[n], part, load64(h + 64));
-    }
-  }
-  for (int n = 0; n < kBatch; ++n) {
-    w[n] = {_mm512_unpacklo_epi8(low[n], high[n]), _mm512_unpackhi_epi8(low[n], high[n])};
-  }
+}
+
+template <int kCount>
+FT_INLINE Words words_at(const CodeBytes<kCount> &t, const Places &at) {
+  const __mmask64 bit7 = _mm512_movepi8_mask(at.low);
+  const I16 low = bytes_at<kCount>(t.low, at, bit7), high = bytes_at<kCount>(t.high, at, bit7);
+  return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
 }
 
 // --- signs and scales ---------------------------------------------------------------------------------------------
@@ -309,22 +297,13 @@ struct GridSums {
   I16 v[NT][2][8];
 };
 
-constexpr int kBatch = 2;
-
-// Words of eight blocks; beyond `count` those of the last block.
+// Words of the i-th and, of two blocks to a register, the next block; beyond `count` those of the last.
 template <class Wide>
-FT_INLINE void look_up(const typename Wide::Block *b, int count, Words *w) {
-  for (int i = 0; i < count; i += kBatch * Wide::kBlocks) {
-    Places at[kBatch];
-    for (int n = 0; n < kBatch; ++n) {
-      const int first = i + n * Wide::kBlocks, second = first + 1, last = count - 1;
-      if constexpr (Wide::kBlocks == 2) {
-        at[n] = Wide::places(b[first < last ? first : last], b[second < last ? second : last]);
-      } else {
-        at[n] = Wide::places(b[first < last ? first : last]);
-      }
-    }
-    words_at<kBatch>(Wide::table(), at, w + i / Wide::kBlocks);
+FT_INLINE Words look_up(const typename Wide::Block *b, int i, int count) {
+  if constexpr (Wide::kBlocks == 2) {
+    return words_at(Wide::table(), Wide::places(b[i], b[i + 1 < count ? i + 1 : i]));
+  } else {
+    return words_at(Wide::table(), Wide::places(b[i]));
   }
 }
 
@@ -335,11 +314,18 @@ FT_INLINE void terms_of(const Group<GridAct, NT> &g, F8 *terms) {
   const auto *blocks = reinterpret_cast<const Block *>(g.w);
   I16 sums[NT][2][8];
   Words words[8 / Wide::kBlocks];
-  look_up<Wide>(blocks, count, words);
+#ifdef STAGED
+  for (int i = 0; i < count; i += Wide::kBlocks) words[i / Wide::kBlocks] = look_up<Wide>(blocks, i, count);
+#else
+  words[0] = look_up<Wide>(blocks, 0, count);
+#endif
   int64_t place = g.first;
   for (int i = 0; i < count; ++i) {
     const Block &b = blocks[i];
     prefetch<sizeof(Block)>(&b);
+#ifndef STAGED
+    if ((i + 1) % Wide::kBlocks == 0 && i + 1 < count) words[(i + 1) / Wide::kBlocks] = look_up<Wide>(blocks, i + 1, count);
+#endif
     I16 n[4];
     Wide::values(b, Wide::codes(words, i), n);
     const LaneScales s = Wide::lane_scales(b);
@@ -382,8 +368,10 @@ inline void rows_wide(const Matrix &m, const void *const *act, float *const *out
 template <class Wide, int kPlanes>
 inline void matvec_wide_planes(const Matrix &m, const void *const *act, int n, float *const *out) {
   int t = 0;
+#ifndef ONLY1
   for (; t + 4 <= n; t += 4) rows_wide<Wide, 4, kPlanes>(m, act + t, out + t);
   for (; t + 2 <= n; t += 2) rows_wide<Wide, 2, kPlanes>(m, act + t, out + t);
+#endif
   for (; t < n; ++t) rows_wide<Wide, 1, kPlanes>(m, act + t, out + t);
 }
 
