@@ -1,4 +1,4 @@
-// grids.h - code words of the IQ2 and IQ3 types: bytes of magnitude + 64, the first value lowest.
+// grids.h - code words of the IQ2 and IQ3 types: bytes of magnitude, the first value lowest.
 #ifndef FT_GRIDS_H
 #define FT_GRIDS_H
 #include <cstdint>
@@ -23,6 +23,7 @@ struct LevelBytes {
 struct Grids {
   uint64_t iq2_xxs[256], iq2_xs[512], iq2_s[1024];
   uint32_t iq3_xxs[256], iq3_s[512];
+  uint64_t apart_iq3_xxs[1 + 256], apart_iq3_s[1 + 512];  // the same with 32 zero bits on either side
   CodeBytes<256> packed_iq2_xxs;
   CodeBytes<512> packed_iq2_xs;
   CodeBytes<1024> packed_iq2_s;

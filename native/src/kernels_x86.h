@@ -5,6 +5,9 @@
 #define FT_KERNELS_X86_H
 #include "x86_floats.h"
 #include "x86_codes.h"
+#ifndef FT_WIDE_GRIDS
+#include "x86_magnitudes.h"
+#endif
 #include "x86_products.h"
 #include "x86_tiles.h"
 
@@ -45,11 +48,17 @@ inline Kernels x86_table(const char *name) {
   set_vec_256<FormIQ3_XXS, VecIQ3_XXS>(k, IQ3_XXS);
   set_vec_256<FormIQ3_S, VecIQ3_S>(k, IQ3_S);
 #ifdef FT_WIDE_GRIDS
-  k.matvec[IQ2_XXS] = matvec_wide<WideIQ2_XXS>;
-  k.matvec[IQ2_XS] = matvec_wide<WideIQ2_XS>;
-  k.matvec[IQ2_S] = matvec_wide<WideIQ2_S>;
-  k.matvec[IQ3_XXS] = matvec_wide<WideIQ3_XXS>;
-  k.matvec[IQ3_S] = matvec_wide<WideIQ3_S>;
+  k.matvec[IQ2_XXS] = matvec_arranged<WideIQ2_XXS>;
+  k.matvec[IQ2_XS] = matvec_arranged<WideIQ2_XS>;
+  k.matvec[IQ2_S] = matvec_arranged<WideIQ2_S>;
+  k.matvec[IQ3_XXS] = matvec_arranged<WideIQ3_XXS>;
+  k.matvec[IQ3_S] = matvec_arranged<WideIQ3_S>;
+#else
+  k.matvec[IQ2_XXS] = matvec_arranged<MagIQ2_XXS>;
+  k.matvec[IQ2_XS] = matvec_arranged<MagIQ2_XS>;
+  k.matvec[IQ2_S] = matvec_arranged<MagIQ2_S>;
+  k.matvec[IQ3_XXS] = matvec_arranged<MagIQ3_XXS>;
+  k.matvec[IQ3_S] = matvec_arranged<MagIQ3_S>;
 #endif
   k.matvec[F32] = matvec_float_vec<VecF32>;
   k.matvec[F16] = matvec_float_vec<VecF16>;

@@ -7,8 +7,7 @@
 // with single bits) brings levels and signs of a value together in one byte; one permutation turns that into the value.
 #ifndef FT_X86_CODES_H
 #define FT_X86_CODES_H
-#include "x86_grids.h"
-#include "x86_products.h"
+#include "x86_arranged.h"
 
 #if defined(__AVX512VBMI__) && defined(__GFNI__) && defined(__BMI2__)
 #define FT_WIDE_GRIDS
@@ -115,21 +114,45 @@ FT_INLINE void values_iq3(const Words &w, I16 signs, const LevelBytes &levels, I
 
 // --- the types: what of two blocks is looked up together, and values and scales of one -----------------------------
 
-// How many blocks' codes fill a register; the words of one block.
+// How many blocks' codes fill a register, the words of one block, and what the types have in common.
 struct WideIQ2 {
   static constexpr int kBlocks = 2;
-  using Codes = I16;
   FT_INLINE static I16 codes(const Words *w, int i) { return i & 1 ? w[i / 2].second : w[i / 2].first; }
 };
 struct WideIQ3 {
   static constexpr int kBlocks = 1;
-  using Codes = Words;
-  FT_INLINE static Words codes(const Words *w, int i) { return w[i]; }
+  FT_INLINE static const Words &codes(const Words *w, int i) { return w[i]; }
 };
 
-struct WideIQ2_XXS : VecIQ2_XXS, WideIQ2 {
-  using Vec = VecIQ2_XXS;
-  static constexpr bool kScaleOf16 = false;
+template <bool kScaleOf16>
+FT_INLINE void arrange_plane(const int8_t *from, int8_t (*to)[64], int32_t (*start)[16]) {
+  const I16 bias = _mm512_set1_epi8(kGridBias);
+  I16 minus[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+  for (int k = 0; k < 4; ++k) {
+    const I16 place = _mm512_add_epi64(_mm512_setr_epi64(0, 4, 8, 12, 0, 4, 8, 12), _mm512_set1_epi64(k));
+    const I16 low = _mm512_permutex2var_epi64(load64(from), place, load64(from + 64));
+    const I16 high = _mm512_permutex2var_epi64(load64(from + 128), place, load64(from + 192));
+    const I16 all = _mm512_mask_blend_epi64(0xf0, low, high);
+    _mm512_store_si512(to[k], all);
+    I16 &sum = minus[kScaleOf16 ? k / 2 : 0];
+    sum = _mm512_dpbusd_epi32(sum, bias, all);
+  }
+  for (int i = 0; i < 2; ++i) _mm512_store_si512(start[i], _mm512_sub_epi32(_mm512_setzero_si512(), minus[i]));
+}
+
+template <class Base, class Codes, bool kOf16>
+struct WideType : Base, Codes {
+  using Vec = Base;
+  static constexpr bool kScaleOf16 = kOf16;
+  static constexpr int kTokens = 4;
+  template <int kPlanes>
+  FT_INLINE static void arrange(const Act256 &from, GridAct &to) {
+    arrange_plane<kOf16>(from.hi, to.plane[0], to.start[0]);
+    if (kPlanes == 2) arrange_plane<kOf16>(from.lo, to.plane[1], to.start[1]);
+  }
+};
+
+struct WideIQ2_XXS : WideType<VecIQ2_XXS, WideIQ2, false> {
   static const auto &table() { return kGrids.packed_iq2_xxs; }
   FT_INLINE static Places places(const Block &a, const Block &b) {
     const __m512 both = _mm512_shuffle_ps(_mm512_castsi512_ps(load64(a.qs)), _mm512_castsi512_ps(load64(b.qs)), 0x88);
@@ -145,9 +168,7 @@ struct WideIQ2_XXS : VecIQ2_XXS, WideIQ2 {
   }
 };
 
-struct WideIQ2_XS : VecIQ2_XS, WideIQ2 {
-  using Vec = VecIQ2_XS;
-  static constexpr bool kScaleOf16 = true;
+struct WideIQ2_XS : WideType<VecIQ2_XS, WideIQ2, true> {
   static const auto &table() { return kGrids.packed_iq2_xs; }
   FT_INLINE static Places places(const Block &a, const Block &b) {
     const I16 qa = load64(a.qs), qb = load64(b.qs), mask = _mm512_set1_epi16(255);
@@ -162,9 +183,7 @@ struct WideIQ2_XS : VecIQ2_XS, WideIQ2 {
   FT_INLINE static LaneScales lane_scales(const Block &b) { return nibble_scales64(b.scales); }
 };
 
-struct WideIQ2_S : VecIQ2_S, WideIQ2 {
-  using Vec = VecIQ2_S;
-  static constexpr bool kScaleOf16 = true;
+struct WideIQ2_S : WideType<VecIQ2_S, WideIQ2, true> {
   static const auto &table() { return kGrids.packed_iq2_s; }
   static constexpr uint64_t kEvenBytes = 0x00ff00ff00ff00ff, kEvenBits = 0x5555555555555555;
   FT_INLINE static __mmask64 high_bits(uint64_t a, uint64_t b, uint64_t which) {
@@ -189,9 +208,7 @@ struct WideIQ2_S : VecIQ2_S, WideIQ2 {
 // Codes of 64 places so that the first four of each 8 stand in the first 8 places of each 16.
 FT_INLINE I16 halves_of_eights(const uint8_t *qs) { return _mm512_shuffle_epi32(load64(qs), _MM_PERM_ENUM(0xd8)); }
 
-struct WideIQ3_XXS : VecIQ3_XXS, WideIQ3 {
-  using Vec = VecIQ3_XXS;
-  static constexpr bool kScaleOf16 = false;
+struct WideIQ3_XXS : WideType<VecIQ3_XXS, WideIQ3, false> {
   static const auto &table() { return kGrids.packed_iq3_xxs; }
   FT_INLINE static I16 twice_words(const Block &b) {
     const I16 place = _mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15);
@@ -209,9 +226,7 @@ struct WideIQ3_XXS : VecIQ3_XXS, WideIQ3 {
   }
 };
 
-struct WideIQ3_S : VecIQ3_S, WideIQ3 {
-  using Vec = VecIQ3_S;
-  static constexpr bool kScaleOf16 = false;
+struct WideIQ3_S : WideType<VecIQ3_S, WideIQ3, false> {
   static const auto &table() { return kGrids.packed_iq3_s; }
   FT_INLINE static Places places(const Block &b) {
     const uint64_t h = word_at<uint64_t>(b.qh), moved = (h ^ (h >> 4)) & 0x00f000f000f000f0;
@@ -230,39 +245,6 @@ struct WideIQ3_S : VecIQ3_S, WideIQ3 {
 };
 
 // --- products ---------------------------------------------------------------------------------------------------------
-
-// Activations of a block as the values come: of each plane four vectors, and what the bias of 64 adds to the sums of the
-// vectors 0, 1 and 2, 3, negative.
-struct GridAct {
-  int8_t plane[2][4][64];
-  int32_t start[2][2][16];
-};
-
-template <bool kScaleOf16>
-FT_INLINE void arrange(const int8_t *from, int8_t (*to)[64], int32_t (*start)[16]) {
-  const I16 bias = _mm512_set1_epi8(kGridBias);
-  I16 minus[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
-  for (int k = 0; k < 4; ++k) {
-    const I16 place = _mm512_add_epi64(_mm512_setr_epi64(0, 4, 8, 12, 0, 4, 8, 12), _mm512_set1_epi64(k));
-    const I16 low = _mm512_permutex2var_epi64(load64(from), place, load64(from + 64));
-    const I16 high = _mm512_permutex2var_epi64(load64(from + 128), place, load64(from + 192));
-    const I16 all = _mm512_mask_blend_epi64(0xf0, low, high);
-    _mm512_store_si512(to[k], all);
-    I16 &sum = minus[kScaleOf16 ? k / 2 : 0];
-    sum = _mm512_dpbusd_epi32(sum, bias, all);
-  }
-  for (int i = 0; i < 2; ++i) _mm512_store_si512(start[i], _mm512_sub_epi32(_mm512_setzero_si512(), minus[i]));
-}
-
-template <bool kScaleOf16, int kPlanes>
-inline void arrange_row(const void *act, int64_t nb, GridAct *to) {
-  for (int64_t b = 0; b < nb; ++b) {
-    const Act256 &a = static_cast<const Act256 *>(act)[b];
-    arrange<kScaleOf16>(a.hi, to[b].plane[0], to[b].start[0]);
-    if (kPlanes == 2) arrange<kScaleOf16>(a.lo, to[b].plane[1], to[b].start[1]);
-  }
-  std::memcpy(to + nb, act_scales(act, 256, nb), size_t(pad8(nb)) * 4);
-}
 
 // Sum of n * a times scales, of one plane.
 template <class Wide>
@@ -314,18 +296,11 @@ FT_INLINE void terms_of(const Group<GridAct, NT> &g, F8 *terms) {
   const auto *blocks = reinterpret_cast<const Block *>(g.w);
   I16 sums[NT][2][8];
   Words words[8 / Wide::kBlocks];
-#ifdef STAGED
   for (int i = 0; i < count; i += Wide::kBlocks) words[i / Wide::kBlocks] = look_up<Wide>(blocks, i, count);
-#else
-  words[0] = look_up<Wide>(blocks, 0, count);
-#endif
   int64_t place = g.first;
   for (int i = 0; i < count; ++i) {
     const Block &b = blocks[i];
     prefetch<sizeof(Block)>(&b);
-#ifndef STAGED
-    if ((i + 1) % Wide::kBlocks == 0 && i + 1 < count) words[(i + 1) / Wide::kBlocks] = look_up<Wide>(blocks, i + 1, count);
-#endif
     I16 n[4];
     Wide::values(b, Wide::codes(words, i), n);
     const LaneScales s = Wide::lane_scales(b);
@@ -345,46 +320,6 @@ FT_INLINE void terms_of(const Group<GridAct, NT> &g, F8 *terms) {
       sum = _mm256_add_ps(_mm256_mul_ps(sum, _mm256_set1_ps(256.0f)), _mm256_cvtepi32_ps(fold8(sums[t][1])));
     }
     terms[t] = _mm256_mul_ps(_mm256_mul_ps(f.d, _mm256_loadu_ps(g.dx[t])), sum);
-  }
-}
-
-// A row of activations as arranged, scales behind it.
-constexpr int64_t kMaxGridBlocks = 128;
-struct GridRow {
-  alignas(64) GridAct blocks[kMaxGridBlocks + 1];  // scales of 128 blocks need less than one
-};
-
-template <class Wide, int NT, int kPlanes>
-inline void rows_wide(const Matrix &m, const void *const *act, float *const *out) {
-  GridRow rows[NT];
-  const void *arranged[NT];
-  for (int t = 0; t < NT; ++t) {
-    arrange_row<Wide::kScaleOf16, kPlanes>(act[t], m.nb, rows[t].blocks);
-    arranged[t] = rows[t].blocks;
-  }
-  rows_tokens<Wide, GridAct, NT, kPlanes>(m, arranged, out);
-}
-
-template <class Wide, int kPlanes>
-inline void matvec_wide_planes(const Matrix &m, const void *const *act, int n, float *const *out) {
-  int t = 0;
-#ifndef ONLY1
-  for (; t + 4 <= n; t += 4) rows_wide<Wide, 4, kPlanes>(m, act + t, out + t);
-  for (; t + 2 <= n; t += 2) rows_wide<Wide, 2, kPlanes>(m, act + t, out + t);
-#endif
-  for (; t < n; ++t) rows_wide<Wide, 1, kPlanes>(m, act + t, out + t);
-}
-
-template <class Wide>
-inline void matvec_wide(const uint8_t *w, int64_t row_bytes, int64_t n_cols, int64_t row0, int64_t row1,
-                        const void *const *act, int n, int planes, float *const *out) {
-  const Matrix m = {w, row_bytes, n_cols / 256, row0, row1};
-  if (m.nb > kMaxGridBlocks) {
-    matvec_vec<typename Wide::Vec, Act256>(w, row_bytes, n_cols, row0, row1, act, n, planes, out);
-  } else if (planes == 2) {
-    matvec_wide_planes<Wide, 2>(m, act, n, out);
-  } else {
-    matvec_wide_planes<Wide, 1>(m, act, n, out);
   }
 }
 
