@@ -18,11 +18,6 @@ constexpr void unpack(const uint16_t (&words)[kCount], const uint8_t (&levels)[k
   }
 }
 
-template <int kCount>
-constexpr void set_apart(const uint32_t (&words)[kCount], uint64_t (&out)[1 + kCount]) {
-  for (int i = 0; i < kCount; ++i) out[1 + i] = words[i];
-}
-
 // Four levels of 3 bits: the lower and the upper byte.
 template <int kCount>
 constexpr void pack_iq3(const uint16_t (&words)[kCount], CodeBytes<kCount> &out) {
@@ -73,8 +68,6 @@ constexpr Grids unpack_all() {
   unpack<2>(kWordsIQ2_S, kLevelsIQ2_S, g.iq2_s);
   unpack<3>(kWordsIQ3_XXS, kLevelsIQ3_XXS, g.iq3_xxs);
   unpack<3>(kWordsIQ3_S, kLevelsIQ3_S, g.iq3_s);
-  set_apart(g.iq3_xxs, g.apart_iq3_xxs);
-  set_apart(g.iq3_s, g.apart_iq3_s);
   pack_iq2(kWordsIQ2_XXS, g.packed_iq2_xxs);
   pack_iq2(kWordsIQ2_XS, g.packed_iq2_xs);
   pack_iq2(kWordsIQ2_S, g.packed_iq2_s);

@@ -23,7 +23,6 @@ struct LevelBytes {
 struct Grids {
   uint64_t iq2_xxs[256], iq2_xs[512], iq2_s[1024];
   uint32_t iq3_xxs[256], iq3_s[512];
-  uint64_t apart_iq3_xxs[1 + 256], apart_iq3_s[1 + 512];  // the same with 32 zero bits on either side
   CodeBytes<256> packed_iq2_xxs;
   CodeBytes<512> packed_iq2_xs;
   CodeBytes<1024> packed_iq2_s;

@@ -30,7 +30,7 @@ FT_INLINE I8 four_words(const uint64_t *a, const uint64_t *b, const uint64_t *c,
   return _mm256_setr_m128i(two_words(a, b), two_words(c, d));
 }
 
-// kTokens: as many share one reading of the weights. kAdded vectors' products fit int16 together.
+// The products of kSum vectors fit int16 together: twice 127 times a magnitude of at most 62 each.
 template <class Base, bool kOf16, int kSum>
 struct Magnitudes : Base {
   using Vec = Base;
@@ -48,11 +48,8 @@ struct Magnitudes : Base {
 // A code word is a quadword.
 template <class Base, bool kOf16>
 struct MagnitudesIQ2 : Magnitudes<Base, kOf16, 2> {
-  struct Values {};
   template <class Ready>
-  FT_INLINE static void expand(const Ready &, Values &) {}
-  template <class Ready>
-  FT_INLINE static I8 magnitudes(const Ready &r, const Values &, int k, int h) {
+  FT_INLINE static I8 magnitudes(const Ready &r, int k, int h) {
     constexpr int kStep = sizeof(*r.codes) == 1 ? 8 : 4;
     const auto *at = r.codes + 4 * kStep * h + k;
     const uint64_t *t = Base::table();
@@ -60,32 +57,22 @@ struct MagnitudesIQ2 : Magnitudes<Base, kOf16, 2> {
   }
 };
 
-// Two code words are a quadword. They are joined in memory, a block ahead of their use.
-template <class Base, int kCount, uint64_t (Grids::*kApart)[1 + kCount], int kSum>
+// Two code words are a quadword.
+template <class Base, int kSum>
 struct MagnitudesIQ3 : Magnitudes<Base, false, kSum> {
-  struct Values {
-    alignas(32) uint64_t v[4][8];
-  };
   template <class Ready>
-  FT_INLINE static void expand(const Ready &r, Values &to) {
-    const uint64_t *low = kGrids.*kApart + 1;
-    const auto *high = reinterpret_cast<const uint8_t *>(low) - 4;
-#pragma GCC unroll 32
-    for (int i = 0; i < 32; ++i) {
-      to.v[i & 3][i >> 2] = low[r.codes[2 * i]] | word_at<uint64_t>(high + 8 * r.codes[2 * i + 1]);
-    }
-  }
-  template <class Ready>
-  FT_INLINE static I8 magnitudes(const Ready &, const Values &values, int k, int h) {
-    return load(values.v[k] + 4 * h);
+  FT_INLINE static I8 magnitudes(const Ready &r, int k, int h) {
+    const auto *c = r.codes + 32 * h + 2 * k;
+    const auto word = [c](int at) { return int(Base::table()[c[at]]); };
+    return _mm256_setr_epi32(word(0), word(1), word(8), word(9), word(16), word(17), word(24), word(25));
   }
 };
 
 using MagIQ2_XXS = MagnitudesIQ2<VecIQ2_XXS, false>;
 using MagIQ2_XS = MagnitudesIQ2<VecIQ2_XS, true>;
 using MagIQ2_S = MagnitudesIQ2<VecIQ2_S, true>;
-using MagIQ3_XXS = MagnitudesIQ3<VecIQ3_XXS, 256, &Grids::apart_iq3_xxs, 2>;
-using MagIQ3_S = MagnitudesIQ3<VecIQ3_S, 512, &Grids::apart_iq3_s, 4>;
+using MagIQ3_XXS = MagnitudesIQ3<VecIQ3_XXS, 2>;
+using MagIQ3_S = MagnitudesIQ3<VecIQ3_S, 4>;  // magnitudes are at most 15
 
 // sum + sc * n, sums of pairs.
 FT_INLINE I8 add_pairs(I8 sum, I8 n, I8 sc) {
@@ -97,7 +84,7 @@ FT_INLINE I8 add_pairs(I8 sum, I8 n, I8 sc) {
 }
 
 template <class Mag, int kPlanes, class Ready>
-FT_INLINE void block_sums(const Ready &r, const typename Mag::Values &values, I8 scales, const GridAct &a, I8 *sums) {
+FT_INLINE void block_sums(const Ready &r, I8 scales, const GridAct &a, I8 *sums) {
   for (int p = 0; p < kPlanes; ++p) sums[p] = _mm256_setzero_si256();
 #pragma GCC unroll 2
   for (int h = 0; h < 2; ++h) {
@@ -105,7 +92,7 @@ FT_INLINE void block_sums(const Ready &r, const typename Mag::Values &values, I8
     I8 added[2];
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) {
-      const I8 n = Mag::magnitudes(r, values, k, h), sign = signs_of_vector(signs, k);
+      const I8 n = Mag::magnitudes(r, k, h), sign = signs_of_vector(signs, k);
       for (int p = 0; p < kPlanes; ++p) {
         const I8 products = _mm256_maddubs_epi16(n, _mm256_sign_epi8(load(a.plane[p][k] + 32 * h), sign));
         added[p] = k % Mag::kAdded == 0 ? products : _mm256_add_epi16(added[p], products);
@@ -124,15 +111,12 @@ FT_INLINE void terms_of(const Group<GridAct, NT> &g, F8 *terms) {
   const int count = kShape == kPartial ? g.count : 8;
   const auto *blocks = reinterpret_cast<const Block *>(g.w);
   PreparedBlocks<Mag> ready(blocks, count);
-  typename Mag::Values values[2];
-  Mag::expand(ready.at(0), values[0]);
   Sums sums;
   int64_t place = g.first;
   for (int i = 0; i < count; ++i) {
     prefetch<sizeof(Block)>(blocks + i);
-    if (i + 1 < count) Mag::expand(ready.at(i + 1), values[(i + 1) & 1]);
     I8 both[2];
-    block_sums<Mag, kPlanes>(ready.at(i), values[i & 1], Mag::scales(blocks[i]).sc, g.act[0][place], both);
+    block_sums<Mag, kPlanes>(ready.at(i), Mag::scales(blocks[i]).sc, g.act[0][place], both);
     sums.hi[i] = both[0];
     if (kPlanes == 2) sums.lo[i] = both[1];
     ++place;
