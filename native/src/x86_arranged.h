@@ -15,6 +15,19 @@ struct GridAct {
   int32_t start[2][2][16];
 };
 
+// Of four groups of 32 values: the k-th 8 of each, for k of 0 to 3.
+struct Quarters {
+  I8 of[4];
+};
+
+FT_INLINE Quarters quarters(const int8_t *p) {
+  const I8 a = load(p), b = load(p + 32), c = load(p + 64), d = load(p + 96);
+  const I8 ab0 = _mm256_unpacklo_epi64(a, b), ab1 = _mm256_unpackhi_epi64(a, b);
+  const I8 cd0 = _mm256_unpacklo_epi64(c, d), cd1 = _mm256_unpackhi_epi64(c, d);
+  return {{_mm256_permute2x128_si256(ab0, cd0, 0x20), _mm256_permute2x128_si256(ab1, cd1, 0x20),
+           _mm256_permute2x128_si256(ab0, cd0, 0x31), _mm256_permute2x128_si256(ab1, cd1, 0x31)}};
+}
+
 constexpr int64_t kMaxArranged = 128;  // blocks of a row; the kernels of longer rows take activations as they are
 struct GridRow {
   GridAct blocks[kMaxArranged + 1];  // scales behind the last; those of 128 blocks need less than one

@@ -1,10 +1,10 @@
-// x86_codes.h - the IQ2 and IQ3 types where the processor permutes bytes of whole registers (AVX512-VBMI) and multiplies
-// matrices of bits (GFNI).
+// x86_codes.h - the IQ2 and IQ3 types where the processor permutes bytes of whole registers (AVX512-VBMI) and
+// multiplies matrices of bits (GFNI), with arranged activations (x86_arranged.h).
 //
-// Code words are looked up 64 at a time as packed levels, from tables that pass through registers. A vector k of four
-// holds the k-th 8 values of each 32 (a quadword each), so that a dot product's sums are of one scale and are scaled
-// once a block; activations are arranged alike first. An 8x8 transposition of bits (the product of a matrix of bytes
-// with single bits) brings levels and signs of a value together in one byte; one permutation turns that into the value.
+// Code words are looked up 64 at a time as packed levels, from tables that pass through registers. An 8x8 transposition
+// of bits (the product of a matrix of bytes with single bits) brings signs and, of the IQ2 types, levels of a value
+// together in one byte; one permutation turns that byte into 64 + the value. Gathers would read 16 words in some 11
+// cycles on the Intel processors that are best at them; here 64 take 4 to 32 permutations.
 #ifndef FT_X86_CODES_H
 #define FT_X86_CODES_H
 #include "x86_arranged.h"
@@ -84,8 +84,9 @@ FT_INLINE LaneScales nibble_scales64(const uint8_t *p) {
 
 // --- values: 64 + n of four vectors ---------------------------------------------------------------------------------
 
-// `words` holds four code words a lane, each a byte of lower and a byte of upper bits; `signs` has the signs of words 2,
-// 3, 0, 1 in the bytes 2 to 5 of a lane. Byte b of a lane gives bit 7 - b of its values.
+// `words` holds four code words a lane, each a byte of lower and a byte of upper bits; `signs` has the signs of words
+// 2, 3, 0, 1 in the bytes 2 to 5 of a lane. Byte b of a lane gives bit 7 - b of its values; the permutation reads the
+// lower six, so that two words share a transposition.
 FT_INLINE void values_iq2(I16 words, I16 signs, const LevelBytes &levels, I16 *n) {
   const I16 spread = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 1, 0, 0, 2, 3, 0, 0, 8, 9, 0, 0, 10, 11));
   const I16 first = _mm512_mask_shuffle_epi8(signs, 0xcccccccccccccccc, words, spread);
@@ -126,18 +127,17 @@ struct WideIQ3 {
 
 template <bool kScaleOf16>
 FT_INLINE void arrange_plane(const int8_t *from, int8_t (*to)[64], int32_t (*start)[16]) {
-  const I16 bias = _mm512_set1_epi8(kGridBias);
-  I16 minus[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
-  for (int k = 0; k < 4; ++k) {
-    const I16 place = _mm512_add_epi64(_mm512_setr_epi64(0, 4, 8, 12, 0, 4, 8, 12), _mm512_set1_epi64(k));
-    const I16 low = _mm512_permutex2var_epi64(load64(from), place, load64(from + 64));
-    const I16 high = _mm512_permutex2var_epi64(load64(from + 128), place, load64(from + 192));
-    const I16 all = _mm512_mask_blend_epi64(0xf0, low, high);
-    _mm512_store_si512(to[k], all);
-    I16 &sum = minus[kScaleOf16 ? k / 2 : 0];
-    sum = _mm512_dpbusd_epi32(sum, bias, all);
+  for (int h = 0; h < 2; ++h) {
+    const Quarters v = quarters(from + 128 * h);
+    I8 minus[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+    for (int k = 0; k < 4; ++k) {
+      store(to[k] + 32 * h, v.of[k]);
+      I8 &sum = minus[kScaleOf16 ? k / 2 : 0];
+      sum = _mm256_dpbusd_epi32(sum, _mm256_set1_epi8(kGridBias), v.of[k]);
+    }
+    store(start[0] + 8 * h, _mm256_sub_epi32(_mm256_setzero_si256(), minus[0]));
+    if (kScaleOf16) store(start[1] + 8 * h, _mm256_sub_epi32(_mm256_setzero_si256(), minus[1]));
   }
-  for (int i = 0; i < 2; ++i) _mm512_store_si512(start[i], _mm512_sub_epi32(_mm512_setzero_si512(), minus[i]));
 }
 
 template <class Base, class Codes, bool kOf16>
@@ -155,8 +155,8 @@ struct WideType : Base, Codes {
 struct WideIQ2_XXS : WideType<VecIQ2_XXS, WideIQ2, false> {
   static const auto &table() { return kGrids.packed_iq2_xxs; }
   FT_INLINE static Places places(const Block &a, const Block &b) {
-    const __m512 both = _mm512_shuffle_ps(_mm512_castsi512_ps(load64(a.qs)), _mm512_castsi512_ps(load64(b.qs)), 0x88);
-    return {_mm512_castps_si512(both), 0, 0};
+    const __m512 qa = _mm512_castsi512_ps(load64(a.qs)), qb = _mm512_castsi512_ps(load64(b.qs));
+    return {_mm512_castps_si512(_mm512_shuffle_ps(qa, qb, 0x88)), 0, 0};
   }
   FT_INLINE static void values(const Block &b, I16 words, I16 *n) {
     const I16 signs = _mm512_multishift_epi64_epi8(all64(0x00002720352e0000), load64(b.qs));
@@ -244,7 +244,7 @@ struct WideIQ3_S : WideType<VecIQ3_S, WideIQ3, false> {
   }
 };
 
-// --- products ---------------------------------------------------------------------------------------------------------
+// --- products ---------------------------------------------------------------------------------------------------
 
 // Sum of n * a times scales, of one plane.
 template <class Wide>

@@ -1,5 +1,6 @@
-// x86_magnitudes.h - the IQ2 and IQ3 types with arranged activations (x86_arranged.h) and AVX2: magnitudes are the unsigned
-// factors of the products, signs go to the activations. Half h of a vector has the groups 4h to 4h + 3 of 32 values.
+// x86_magnitudes.h - the IQ2 and IQ3 types with arranged activations (x86_arranged.h) and AVX2: magnitudes are the
+// unsigned factors of the products, signs go to the activations. Half h of a vector has the groups 4h to 4h + 3 of 32
+// values.
 #ifndef FT_X86_MAGNITUDES_H
 #define FT_X86_MAGNITUDES_H
 #include "x86_arranged.h"
@@ -9,8 +10,8 @@ namespace {
 
 FT_INLINE I8 twice(const void *p) { return _mm256_broadcastsi128_si256(load16(p)); }
 
-// What gives activations of vector k the signs of their weights (by _mm256_sign_epi8): a sign byte's bits in the bytes of
-// a quadword, plus 127. `signs` are four bytes a group, of four groups, twice.
+// What gives activations of vector k the signs of their weights (by _mm256_sign_epi8): a sign byte's bits in the bytes
+// of a quadword, plus 127: negative for a set bit, never 0. `signs` are four bytes a group, of four groups, twice.
 FT_INLINE I8 signs_of_vector(I8 signs, int k) {
   const I8 first = _mm256_setr_epi64x(0, 0x0404040404040404, 0x0808080808080808, 0x0c0c0c0c0c0c0c0c);
   const I8 spread = _mm256_shuffle_epi8(signs, _mm256_add_epi8(first, _mm256_set1_epi8(char(k))));
@@ -21,9 +22,8 @@ FT_INLINE I8 signs_of_vector(I8 signs, int k) {
 // Scales of half h, of the vectors 0, 1 (pair 0) or 2, 3 (pair 1): a group's in the four places of its quadword.
 FT_INLINE I8 lane_scales(I8 sc, int h, int pair) {
   const I8 all = _mm256_permute4x64_epi64(sc, 0x44 + 0xaa * pair);
-  const I8 place = _mm256_add_epi8(_mm256_setr_epi64x(0x0100010001000100, 0x0302030203020302, 0x0504050405040504,
-                                                      0x0706070607060706), _mm256_set1_epi8(char(8 * h)));
-  return _mm256_shuffle_epi8(all, place);
+  const I8 first = _mm256_setr_epi64x(0x0100010001000100, 0x0302030203020302, 0x0504050405040504, 0x0706070607060706);
+  return _mm256_shuffle_epi8(all, _mm256_add_epi8(first, _mm256_set1_epi8(char(8 * h))));
 }
 
 FT_INLINE I8 four_words(const uint64_t *a, const uint64_t *b, const uint64_t *c, const uint64_t *d) {
@@ -40,7 +40,10 @@ struct Magnitudes : Base {
   FT_INLINE static void arrange(const Act256 &from, GridAct &to) {
     for (int p = 0; p < kPlanes; ++p) {
       const int8_t *plane = p == 0 ? from.hi : from.lo;
-      for (int i = 0; i < 32; ++i) std::memcpy(to.plane[p][i & 3] + 8 * (i >> 2), plane + 8 * i, 8);
+      for (int h = 0; h < 2; ++h) {
+        const Quarters v = quarters(plane + 128 * h);
+        for (int k = 0; k < 4; ++k) store(to.plane[p][k] + 32 * h, v.of[k]);
+      }
     }
   }
 };
