@@ -5,11 +5,12 @@
 #define FT_KERNELS_X86_H
 #include "x86_floats.h"
 #include "x86_codes.h"
-#ifndef FT_WIDE_GRIDS
+#ifndef __AVX512VBMI__
 #include "x86_magnitudes.h"
 #endif
 #include "x86_products.h"
 #include "x86_tiles.h"
+#include "x86_wide256.h"
 
 namespace ft {
 namespace {
@@ -47,7 +48,13 @@ inline Kernels x86_table(const char *name) {
   set_vec_256<FormIQ2_S, VecIQ2_S>(k, IQ2_S);
   set_vec_256<FormIQ3_XXS, VecIQ3_XXS>(k, IQ3_XXS);
   set_vec_256<FormIQ3_S, VecIQ3_S>(k, IQ3_S);
-#ifdef FT_WIDE_GRIDS
+#ifdef __AVX512VBMI__
+  k.matvec[Q2_K] = matvec_wide<WideQ2_K, VecQ2_K>;
+  k.matvec[Q3_K] = matvec_wide<WideQ3_K, VecQ3_K>;
+  k.matvec[Q4_K] = matvec_wide<WideQ4_K, VecQ4_K>;
+  k.matvec[Q5_K] = matvec_wide<WideQ5_K, VecQ5_K>;
+  k.matvec[Q6_K] = matvec_wide<WideQ6_K, VecQ6_K>;
+  k.matvec[IQ4_XS] = matvec_wide<WideIQ4_XS, VecIQ4_XS>;
   k.matvec[IQ2_XXS] = matvec_arranged<WideIQ2_XXS>;
   k.matvec[IQ2_XS] = matvec_arranged<WideIQ2_XS>;
   k.matvec[IQ2_S] = matvec_arranged<WideIQ2_S>;

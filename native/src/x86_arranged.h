@@ -20,7 +20,7 @@ struct Quarters {
   I8 of[4];
 };
 
-FT_INLINE Quarters quarters(const int8_t *p) {
+FT_INLINE Quarters quarters_of(const int8_t *p) {
   const I8 a = load(p), b = load(p + 32), c = load(p + 64), d = load(p + 96);
   const I8 ab0 = _mm256_unpacklo_epi64(a, b), ab1 = _mm256_unpackhi_epi64(a, b);
   const I8 cd0 = _mm256_unpacklo_epi64(c, d), cd1 = _mm256_unpackhi_epi64(c, d);

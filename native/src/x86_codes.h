@@ -8,16 +8,13 @@
 #ifndef FT_X86_CODES_H
 #define FT_X86_CODES_H
 #include "x86_arranged.h"
+#include "x86_vectors512.h"
 
-#if defined(__AVX512VBMI__) && defined(__GFNI__) && defined(__BMI2__)
-#define FT_WIDE_GRIDS
+#ifdef __AVX512VBMI__
 
 namespace ft {
 namespace {
 
-using I16 = __m512i;
-
-FT_INLINE I16 load64(const void *p) { return _mm512_loadu_si512(p); }
 FT_INLINE I16 all64(uint64_t v) { return _mm512_set1_epi64(int64_t(v)); }
 
 // --- code words ---------------------------------------------------------------------------------------------------
@@ -128,7 +125,7 @@ struct WideIQ3 {
 template <bool kScaleOf16>
 FT_INLINE void arrange_plane(const int8_t *from, int8_t (*to)[64], int32_t (*start)[16]) {
   for (int h = 0; h < 2; ++h) {
-    const Quarters v = quarters(from + 128 * h);
+    const Quarters v = quarters_of(from + 128 * h);
     I8 minus[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
     for (int k = 0; k < 4; ++k) {
       store(to[k] + 32 * h, v.of[k]);
@@ -259,13 +256,8 @@ FT_INLINE I16 scaled_sums(const I16 *n, const LaneScales &s, const GridAct &a, i
   return _mm512_add_epi32(_mm512_mullo_epi32(sum[0], s.sc[0]), _mm512_mullo_epi32(sum[1], s.sc[1]));
 }
 
-FT_INLINE I16 fold2(I16 a, I16 b) { return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b)); }
-FT_INLINE I16 fold4(I16 ab, I16 cd) {
-  return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
-}
-
 // Lane i of the result is the sum of the lanes of v[i].
-FT_INLINE I8 fold8(const I16 *v) {
+FT_INLINE I8 eight_sums(const I16 *v) {
   const I16 low = fold4(fold2(v[0], v[1]), fold2(v[2], v[3])), high = fold4(fold2(v[4], v[5]), fold2(v[6], v[7]));
   const I16 halves =
       _mm512_add_epi32(_mm512_shuffle_i32x4(low, high, 0x44), _mm512_shuffle_i32x4(low, high, 0xee));
@@ -315,9 +307,9 @@ FT_INLINE void terms_of(const Group<GridAct, NT> &g, F8 *terms) {
     for (int p = 0; p < kPlanes; ++p) {
       for (int i = count; i < 8; ++i) sums[t][p][i] = _mm512_setzero_si512();
     }
-    F8 sum = _mm256_cvtepi32_ps(fold8(sums[t][0]));
+    F8 sum = _mm256_cvtepi32_ps(eight_sums(sums[t][0]));
     if (kPlanes == 2) {
-      sum = _mm256_add_ps(_mm256_mul_ps(sum, _mm256_set1_ps(256.0f)), _mm256_cvtepi32_ps(fold8(sums[t][1])));
+      sum = _mm256_add_ps(_mm256_mul_ps(sum, _mm256_set1_ps(256.0f)), _mm256_cvtepi32_ps(eight_sums(sums[t][1])));
     }
     terms[t] = _mm256_mul_ps(_mm256_mul_ps(f.d, _mm256_loadu_ps(g.dx[t])), sum);
   }

@@ -8,7 +8,7 @@
 namespace ft {
 namespace {
 
-FT_INLINE I8 twice(const void *p) { return _mm256_broadcastsi128_si256(load16(p)); }
+FT_INLINE I8 in_both_halves(const void *p) { return _mm256_broadcastsi128_si256(load16(p)); }
 
 // What gives activations of vector k the signs of their weights (by _mm256_sign_epi8): a sign byte's bits in the bytes
 // of a quadword, plus 127: negative for a set bit, never 0. `signs` are four bytes a group, of four groups, twice.
@@ -41,7 +41,7 @@ struct Magnitudes : Base {
     for (int p = 0; p < kPlanes; ++p) {
       const int8_t *plane = p == 0 ? from.hi : from.lo;
       for (int h = 0; h < 2; ++h) {
-        const Quarters v = quarters(plane + 128 * h);
+        const Quarters v = quarters_of(plane + 128 * h);
         for (int k = 0; k < 4; ++k) store(to.plane[p][k] + 32 * h, v.of[k]);
       }
     }
@@ -91,7 +91,7 @@ FT_INLINE void block_sums(const Ready &r, I8 scales, const GridAct &a, I8 *sums)
   for (int p = 0; p < kPlanes; ++p) sums[p] = _mm256_setzero_si256();
 #pragma GCC unroll 2
   for (int h = 0; h < 2; ++h) {
-    const I8 signs = twice(r.signs + 4 * h);
+    const I8 signs = in_both_halves(r.signs + 4 * h);
     I8 added[2];
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) {
