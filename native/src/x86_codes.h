@@ -3,8 +3,7 @@
 //
 // Code words are looked up 64 at a time as packed levels, from tables that pass through registers. An 8x8 transposition
 // of bits (the product of a matrix of bytes with single bits) brings signs and, of the IQ2 types, levels of a value
-// together in one byte; one permutation turns that byte into 64 + the value. Gathers would read 16 words in some 11
-// cycles on the Intel processors that are best at them; here 64 take 4 to 32 permutations.
+// together in one byte; one permutation turns that byte into 64 + the value.
 #ifndef FT_X86_CODES_H
 #define FT_X86_CODES_H
 #include "x86_arranged.h"
@@ -265,11 +264,6 @@ FT_INLINE I8 eight_sums(const I16 *v) {
                                     _mm512_shuffle_i32x4(halves, halves, 0xdd));
   return _mm512_castsi512_si256(sums);
 }
-
-template <int NT>
-struct GridSums {
-  I16 v[NT][2][8];
-};
 
 // Words of the i-th and, of two blocks to a register, the next block; beyond `count` those of the last.
 template <class Wide>
