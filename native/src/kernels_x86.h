@@ -5,6 +5,9 @@
 #define FT_KERNELS_X86_H
 #include "x86_floats.h"
 #include "x86_codes.h"
+#ifndef __AVX512VBMI__
+#include "x86_magnitudes.h"
+#endif
 #include "x86_products.h"
 #include "x86_tiles.h"
 #include "x86_wide256.h"
@@ -50,6 +53,8 @@ inline Kernels x86_table(const char *name) {
   set_vec_256<FormIQ2_XXS, VecIQ2_XXS>(k, IQ2_XXS);
   set_vec_256<FormIQ2_XS, VecIQ2_XS>(k, IQ2_XS);
   set_vec_256<FormIQ2_S, VecIQ2_S>(k, IQ2_S);
+  set_vec_256<FormIQ3_XXS, VecIQ3_XXS>(k, IQ3_XXS);
+  set_vec_256<FormIQ3_S, VecIQ3_S>(k, IQ3_S);
 #ifdef __AVX512VBMI__
   k.matvec[Q2_K] = matvec_wide<WideQ2_K, VecQ2_K>;
   k.matvec[Q3_K] = matvec_wide<WideQ3_K, VecQ3_K>;
@@ -57,11 +62,17 @@ inline Kernels x86_table(const char *name) {
   k.matvec[Q5_K] = matvec_wide<WideQ5_K, VecQ5_K>;
   k.matvec[Q6_K] = matvec_wide<WideQ6_K, VecQ6_K>;
   k.matvec[IQ4_XS] = matvec_wide<WideIQ4_XS, VecIQ4_XS>;
-  set_vec_256<FormIQ3_XXS, WideIQ3_XXS>(k, IQ3_XXS);
-  set_vec_256<FormIQ3_S, WideIQ3_S>(k, IQ3_S);
+  k.matvec[IQ2_XXS] = matvec_arranged<WideIQ2_XXS>;
+  k.matvec[IQ2_XS] = matvec_arranged<WideIQ2_XS>;
+  k.matvec[IQ2_S] = matvec_arranged<WideIQ2_S>;
+  k.matvec[IQ3_XXS] = matvec_arranged<WideIQ3_XXS>;
+  k.matvec[IQ3_S] = matvec_arranged<WideIQ3_S>;
 #else
-  set_vec_256<FormIQ3_XXS, VecIQ3_XXS>(k, IQ3_XXS);
-  set_vec_256<FormIQ3_S, VecIQ3_S>(k, IQ3_S);
+  k.matvec[IQ2_XXS] = matvec_arranged<MagIQ2_XXS>;
+  k.matvec[IQ2_XS] = matvec_arranged<MagIQ2_XS>;
+  k.matvec[IQ2_S] = matvec_arranged<MagIQ2_S>;
+  k.matvec[IQ3_XXS] = matvec_arranged<MagIQ3_XXS>;
+  k.matvec[IQ3_S] = matvec_arranged<MagIQ3_S>;
 #endif
   k.matvec[F32] = matvec_float_vec<VecF32>;
   k.matvec[F16] = matvec_float_vec<VecF16>;

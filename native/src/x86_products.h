@@ -150,6 +150,11 @@ FT_INLINE void terms_of(const Group<Act256, NT> &g, F8 *terms) {
   terms_256<Vec, NT, kPlanes, kShape>(g, terms);
 }
 
+template <class Act>
+inline const float *scales_behind(const void *act, int64_t nb) {
+  return reinterpret_cast<const float *>(static_cast<const Act *>(act) + nb);
+}
+
 // Row by row: lanes of a group are the lanes of lanes8.
 template <class Vec, class Act, int NT, int kPlanes>
 inline void rows_apart(const Matrix &m, const void *const *act, float *const *out) {
@@ -161,7 +166,7 @@ inline void rows_apart(const Matrix &m, const void *const *act, float *const *ou
     for (int t = 0; t < NT; ++t) {
       sum[t] = _mm256_setzero_ps();
       g.act[t] = static_cast<const Act *>(act[t]);
-      g.dx[t] = act_scales(act[t], 256, m.nb);
+      g.dx[t] = scales_behind<Act>(act[t], m.nb);
     }
     for (g.first = 0; g.first < m.nb; g.first += 8) {
       g.count = m.nb - g.first < 8 ? int(m.nb - g.first) : 8;
@@ -192,8 +197,9 @@ FT_INLINE F8 segment(F8 v, int from, int to, int shift) {
 }
 
 // Scales of a token, and again from the start for another eight places.
+template <class Act>
 inline void wrapped_scales(const void *act, int64_t nb, float *dx) {
-  const float *from = act_scales(act, 256, nb);
+  const float *from = scales_behind<Act>(act, nb);
   std::memcpy(dx, from, size_t(nb) * 4);
   for (int64_t i = nb; i < nb + 8; ++i) dx[i] = dx[i - nb];
 }
@@ -206,7 +212,7 @@ inline void rows_together(const Matrix &m, const void *const *act, float *const 
   F8 sum[NT], terms[NT];
   Group<Act, NT> g;
   for (int t = 0; t < NT; ++t) {
-    wrapped_scales(act[t], m.nb, dx[t]);
+    wrapped_scales<Act>(act[t], m.nb, dx[t]);
     sum[t] = _mm256_setzero_ps();
     g.act[t] = static_cast<const Act *>(act[t]);
   }
