@@ -26,14 +26,14 @@ SCALE_OFFSETS = {
 
 def variants() -> list[str]:
     names = []
-    for name in ("portable", "avx2", native.variant()):
+    for name in native.VARIANTS[1:]:
         try:
             native.set_variant(name)
         except native.EngineError:
             continue
         names.append(name)
     native.set_variant("auto")
-    return list(dict.fromkeys(names))
+    return names
 
 
 @pytest.fixture(scope="module")

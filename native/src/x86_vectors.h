@@ -1,4 +1,4 @@
-// x86_vectors.h - AVX2 vectors, the three dot products that VNNI shortens, and folds in the orders of docs/numerics.md.
+// x86_vectors.h - AVX2 vectors, the dot products that VNNI shortens, and folds in the orders of docs/numerics.md.
 #ifndef FT_X86_VECTORS_H
 #define FT_X86_VECTORS_H
 #include <immintrin.h>
@@ -37,13 +37,24 @@ FT_INLINE int word16(const void *p) {
   return u;
 }
 
-// --- the three places where VNNI helps ------------------------------------------------------------------------
+// --- the places where VNNI helps ------------------------------------------------------------------------------
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#define FT_VNNI 1
+FT_INLINE I8 add_dot(I8 sum, I8 u, I8 a) { return _mm256_dpbusd_epi32(sum, u, a); }        // over quadruples
+FT_INLINE I8 add_pairs(I8 sum, I8 a, I8 b) { return _mm256_dpwssd_epi32(sum, a, b); }      // of int16
+#elif defined(__AVXVNNI__)
+#define FT_VNNI 1
+FT_INLINE I8 add_dot(I8 sum, I8 u, I8 a) { return _mm256_dpbusd_avx_epi32(sum, u, a); }
+FT_INLINE I8 add_pairs(I8 sum, I8 a, I8 b) { return _mm256_dpwssd_avx_epi32(sum, a, b); }
+#else
+FT_INLINE I8 add_pairs(I8 sum, I8 a, I8 b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
+#endif
 
 // Sums over quadruples of (256 * u*hi) + u*lo; u unsigned, planes signed.
 FT_INLINE I8 dot_planes(I8 u, I8 hi, I8 lo) {
-#ifdef __AVX512VNNI__
-  const I8 h = _mm256_dpbusd_epi32(_mm256_setzero_si256(), u, hi);
-  return _mm256_dpbusd_epi32(_mm256_slli_epi32(h, 8), u, lo);
+#ifdef FT_VNNI
+  const I8 h = add_dot(_mm256_setzero_si256(), u, hi);
+  return add_dot(_mm256_slli_epi32(h, 8), u, lo);
 #else
   const I8 h = _mm256_madd_epi16(_mm256_maddubs_epi16(u, hi), _mm256_set1_epi16(256));
   return _mm256_add_epi32(h, _mm256_madd_epi16(_mm256_maddubs_epi16(u, lo), _mm256_set1_epi16(1)));
@@ -51,21 +62,15 @@ FT_INLINE I8 dot_planes(I8 u, I8 hi, I8 lo) {
 }
 
 FT_INLINE I8 dot_plane(I8 u, I8 a) {
-#ifdef __AVX512VNNI__
-  return _mm256_dpbusd_epi32(_mm256_setzero_si256(), u, a);
+#ifdef FT_VNNI
+  return add_dot(_mm256_setzero_si256(), u, a);
 #else
   return _mm256_madd_epi16(_mm256_maddubs_epi16(u, a), _mm256_set1_epi16(1));
 #endif
 }
 
 // sum + sc * (u*a), sc int16 for each pair of products; a pair is at most 128 * 127 * 2 < 2^15.
-FT_INLINE I8 add_scaled(I8 sum, I8 u, I8 a, I8 sc) {
-#ifdef __AVX512VNNI__
-  return _mm256_dpwssd_epi32(sum, _mm256_maddubs_epi16(u, a), sc);
-#else
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(u, a), sc));
-#endif
-}
+FT_INLINE I8 add_scaled(I8 sum, I8 u, I8 a, I8 sc) { return add_pairs(sum, _mm256_maddubs_epi16(u, a), sc); }
 
 // --- folds ----------------------------------------------------------------------------------------------------
 
