@@ -45,6 +45,8 @@ const std::string &feature_names() {
         {"avx512vl", bool(__builtin_cpu_supports("avx512vl"))},
         {"avx512vnni", bool(__builtin_cpu_supports("avx512vnni"))},
         {"avx512vbmi", bool(__builtin_cpu_supports("avx512vbmi"))},
+        {"gfni", bool(__builtin_cpu_supports("gfni"))},
+        {"bmi2", bool(__builtin_cpu_supports("bmi2"))},
         {"avxvnni", has_avxvnni()},
     };
     for (const Feature &f : features) {
@@ -70,7 +72,7 @@ const std::vector<const Kernels *> &usable() {
     const bool avx512 = avx2 && has_all({"avx512f", "avx512bw", "avx512dq", "avx512vl"});
     const bool vnni = avx512 && has("avx512vnni");
     std::vector<const Kernels *> all;
-    if (vnni && has("avx512vbmi")) all.push_back(kernels_avx512vbmi());
+    if (vnni && has_all({"avx512vbmi", "gfni", "bmi2"})) all.push_back(kernels_avx512vbmi());
     if (vnni) all.push_back(kernels_avx512vnni());
     if (avx2 && has("avxvnni")) all.push_back(kernels_avxvnni());
     if (avx512) all.push_back(kernels_avx512());
