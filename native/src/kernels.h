@@ -151,7 +151,9 @@ void matvec(int type, const uint8_t *w, int64_t row_bytes, int64_t n_cols, int64
 // Tables, one a translation unit. Null where the CPU or compiler lacks the instructions.
 const Kernels *kernels_portable();
 const Kernels *kernels_avx2();
+const Kernels *kernels_avxvnni();
 const Kernels *kernels_avx512();
+const Kernels *kernels_avx512vnni();
 const Kernels *kernels_avx512vbmi();
 
 }  // namespace ft

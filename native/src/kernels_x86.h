@@ -1,6 +1,6 @@
 // kernels_x86.h - the table of kernels written with AVX2 vectors, compiled by kernels_avx2.cpp, with VNNI's dot products
-// (x86_vectors.h) by kernels_avx512.cpp, and with byte permutations (x86_codes.h) by kernels_avx512vbmi.cpp. They give
-// the bits of kernels_common.h.
+// (x86_vectors.h) by kernels_avxvnni.cpp, with wider vectors by kernels_avx512.cpp, with both by kernels_avx512vnni.cpp,
+// and with byte permutations (x86_codes.h) by kernels_avx512vbmi.cpp. They give the bits of kernels_common.h.
 #ifndef FT_KERNELS_X86_H
 #define FT_KERNELS_X86_H
 #include "x86_floats.h"
