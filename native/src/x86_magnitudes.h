@@ -77,15 +77,6 @@ using MagIQ2_S = MagnitudesIQ2<VecIQ2_S, true>;
 using MagIQ3_XXS = MagnitudesIQ3<VecIQ3_XXS, 2>;
 using MagIQ3_S = MagnitudesIQ3<VecIQ3_S, 4>;  // magnitudes are at most 15
 
-// sum + sc * n, sums of pairs.
-FT_INLINE I8 add_pairs(I8 sum, I8 n, I8 sc) {
-#ifdef __AVX512VNNI__
-  return _mm256_dpwssd_epi32(sum, n, sc);
-#else
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(n, sc));
-#endif
-}
-
 template <class Mag, int kPlanes, class Ready>
 FT_INLINE void block_sums(const Ready &r, I8 scales, const GridAct &a, I8 *sums) {
   for (int p = 0; p < kPlanes; ++p) sums[p] = _mm256_setzero_si256();
