@@ -1,5 +1,5 @@
-// How rows are cut into claims: half of them in equal parts for all threads, half of the rest in smaller ones, and so on
-// down to a least part, so that streams are long at first and no thread is late at the end.
+// How rows are cut into claims: half of them in equal parts for all threads, half of the rest in smaller ones, and so
+// on down to a least part. So streams are long at first, and no thread is late at the end.
 #ifndef FT_CUTS_H
 #define FT_CUTS_H
 #include <algorithm>
@@ -31,7 +31,8 @@ class Cuts {
     }
     const int64_t last = n_rounds_ == kMaxRounds - 1 ? std::max(least, rounds_[n_rounds_ - 1].size) : least;
     rounds_[n_rounds_++] = {claim, begin, std::max<int64_t>(last, 1)};
-    n_claims_ = claim + (std::max<int64_t>(n_rows - begin, 0) + rounds_[n_rounds_ - 1].size - 1) / rounds_[n_rounds_ - 1].size;
+    const int64_t size = rounds_[n_rounds_ - 1].size;
+    n_claims_ = claim + (n_rows - begin + size - 1) / size;
   }
 
   int64_t n_claims() const { return n_claims_; }

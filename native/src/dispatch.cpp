@@ -62,10 +62,12 @@ bool has(const char *feature) {
   return (" " + feature_names() + " ").find(" " + std::string(feature) + " ") != std::string::npos;
 }
 
-bool has_all(std::initializer_list<const char *> features) { return std::all_of(features.begin(), features.end(), has); }
+bool has_all(std::initializer_list<const char *> features) {
+  return std::all_of(features.begin(), features.end(), has);
+}
 
-// The tables that this CPU can run, best first. AVX-VNNI comes before AVX-512 without VNNI, though no processor is known
-// that has these two and not AVX-512 VNNI: a shorter dot product gains more than wider vectors.
+// The tables that this CPU can run, best first. AVX-VNNI comes before AVX-512 without VNNI, since a shorter dot product
+// gains more than wider vectors; no processor is known to have these two and not AVX-512 VNNI.
 const std::vector<const Kernels *> &usable() {
   static const std::vector<const Kernels *> tables = [] {
     const bool avx2 = has_all({"avx2", "f16c", "fma"});

@@ -1,4 +1,5 @@
-// kernels_avx512.cpp - AVX-512 without VNNI: the first processors that had it (compiled with those flags; called only where the CPU has them).
+// kernels_avx512.cpp - AVX-512 without VNNI, as the first processors had it (compiled with those flags; called only
+// where the CPU has them).
 #ifdef __AVX512BW__
 #include "kernels_x86.h"
 #else

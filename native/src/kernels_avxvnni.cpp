@@ -1,4 +1,5 @@
-// kernels_avxvnni.cpp - AVX2 with VNNI in its encoding: desktops without AVX-512 (compiled with those flags; called only where the CPU has them).
+// kernels_avxvnni.cpp - AVX2 and VNNI in its encoding, for desktops without AVX-512 (compiled with those flags; called
+// only where the CPU has them).
 #ifdef __AVXVNNI__
 #include "kernels_x86.h"
 #else

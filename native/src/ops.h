@@ -59,7 +59,7 @@ void share_items(Worker &worker, int64_t n_items, int64_t elements, Body body) {
 }
 
 constexpr int64_t kStreamBytes = 8192;   // a shorter stream of weights has hardly begun when it ends
-constexpr int64_t kStartBytes = 4096;    // of a stream, which nothing asks for ahead of its first use but this
+constexpr int64_t kStartBytes = 4096;    // of a stream: what kernels do not ask for themselves (kAhead)
 constexpr int64_t kFetchBytes = 65536;   // that a waiting thread fetches of what it waits to read
 
 inline int64_t rows_of_stream(int64_t row_bytes) { return div_up(kStreamBytes, row_bytes); }
