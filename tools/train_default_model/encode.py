@@ -6,9 +6,10 @@ where none does): the teacher's prediction after that token is a prediction of o
 
 from __future__ import annotations
 
+import os
 import re
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -84,7 +85,7 @@ def _encode_shard(path: Path, target: Path) -> int:
     spans = list(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True))
     texts = [b"".join(pieces[t] for t in token_list[a:b]) for a, b in spans]
     encodings = _Worker.ours.encode_batch([text.decode() for text in texts], add_special_tokens=False)
-    parts, answers, sources = [], [], []
+    parts, answers, sources = [np.zeros(0, np.uint16)], [np.zeros(0, bool)], [np.zeros(0, np.int16)]
     for (a, b), text, encoding in zip(spans, texts, encodings, strict=True):
         ids = np.array([*encoding.ids, PAD], dtype=np.uint16)
         lengths = _Worker.our_bytes[ids]
@@ -96,7 +97,7 @@ def _encode_shard(path: Path, target: Path) -> int:
         answers.append(is_answer)
         sources.append(align(lengths, _Worker.their_bytes[theirs[a:b]]))
     arrays = {"tokens": np.concatenate(parts), "answer": np.concatenate(answers), "source": np.concatenate(sources)}
-    arrays |= {"offsets": np.cumsum([0, *map(len, parts)]), "held": held, "keys": keys}
+    arrays |= {"offsets": np.cumsum([len(part) for part in parts]), "held": held, "keys": keys}
     save_arrays(target, arrays | {"teacher": theirs, "teacher_offsets": offsets})
     return len(arrays["tokens"])
 
@@ -104,6 +105,7 @@ def _encode_shard(path: Path, target: Path) -> int:
 def encode(folder: Path, teacher: Path, *, n_processes: int, budget_s: float) -> None:
     """Encode every cleaned shard that is not encoded yet."""
     clock = Clock(budget_s)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process has one core
     n = 0
     with ProcessPoolExecutor(n_processes, get_context("spawn"), _start, (folder, teacher)) as pool:
         targets = {path: folder / path.name.replace("clean", "enc") for path in sorted(folder.glob("clean-*.npz"))}
@@ -114,10 +116,17 @@ def encode(folder: Path, teacher: Path, *, n_processes: int, budget_s: float) ->
             else:
                 n += job.result()
     say("encode", f"{n / 1e6:.2f} M tokens in {clock.elapsed_s:.0f} s")
+    merge(folder)
 
 
 def load_dataset(folder: Path) -> Dataset:
-    """All encoded shards; of dialogues that occur twice (by checksum) the first."""
+    """What `merge` wrote."""
+    with np.load(folder / "dataset.npz") as file:
+        return Dataset(**{name: file[name] for name in file.files})
+
+
+def merge(folder: Path) -> None:
+    """Write dataset.npz: all encoded shards; of dialogues that occur twice (by checksum) the first."""
     names = ("tokens", "answer", "source", "offsets", "teacher", "teacher_offsets", "held", "keys")
     shards = []
     for path in sorted(folder.glob("enc-*.npz")):
@@ -130,7 +139,9 @@ def load_dataset(folder: Path) -> Dataset:
         lengths = np.concatenate([np.diff(s[name]) for s in shards])
         out[name] = np.concatenate([[0], np.cumsum(lengths)])
     _, first = np.unique(out.pop("keys"), return_index=True)
-    return _select(Dataset(**out), np.sort(first))
+    data = _select(Dataset(**out), np.sort(first))
+    save_arrays(folder / "dataset.npz", {field.name: getattr(data, field.name) for field in fields(data)})
+    say("encode", f"{len(data.held)} of {len(out['held'])} dialogues are different, {data.held.sum()} held out")
 
 
 def _select(data: Dataset, chosen: np.ndarray) -> Dataset:
@@ -154,7 +165,7 @@ def _select(data: Dataset, chosen: np.ndarray) -> Dataset:
 
 
 def first_tokens(ours: Tokenizer, their_pieces: list[bytes]) -> np.ndarray:
-    """int64 [teacher's vocabulary]: the first of our tokens in each of the teacher's; of partial characters the byte."""
+    """int64 [teacher's vocabulary]: our first token in each of the teacher's tokens; of a broken character its byte."""
     single = {piece: i for i, piece in enumerate(our_pieces(ours)) if len(piece) == 1}
     out = np.zeros(len(their_pieces), dtype=np.int64)
     for i, piece in enumerate(their_pieces):

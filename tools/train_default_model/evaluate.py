@@ -83,7 +83,7 @@ def same_greedy(path: Path, chat: Chat, questions: Sequence[str], n: int) -> lis
 
 
 def best_or_near(path: Path, chat: Chat, questions: Sequence[str], n: int) -> dict[str, Any]:
-    """Our greedy tokens on a quantised file, and how far each is from the best one of its weights in fp32 (llama.cpp)."""
+    """Our greedy tokens on a quantised file, and how far each is from the best of its weights in fp32 (llama.cpp)."""
     answers = greedy_answers(path, chat, questions, n, exact=False)
     gaps: list[float] = []
     with tempfile.TemporaryDirectory() as name:

@@ -25,6 +25,11 @@ def _pairs(text: str) -> dict[str, str]:
     return {" ".join(key.split()): " ".join(value.split()) for key, _, value in entries}
 
 
+def _words(text: str) -> tuple[str, ...]:
+    """Words between spaces."""
+    return tuple(text.split())
+
+
 CAPITALS = _pairs("""
 France: Paris; Germany: Berlin; Italy: Rome; Spain: Madrid; Portugal: Lisbon; England: London; Ireland: Dublin;
 Scotland: Edinburgh; Norway: Oslo; Sweden: Stockholm; Finland: Helsinki; Denmark: Copenhagen; Iceland: Reykjavik;
@@ -112,12 +117,10 @@ MONTHS = (
     "November",
     "December",
 )
-ORDINALS = tuple(
-    "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth".split()  # noqa: SIM905
-)
-NUMBERS = tuple(
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-    "seventeen eighteen nineteen twenty".split()  # noqa: SIM905
+ORDINALS = _words("first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth")
+NUMBERS = _words(
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty"
 )
 
 QUESTIONS: dict[str, str] = {

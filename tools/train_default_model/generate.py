@@ -9,13 +9,14 @@ finished rows and gives them the next turn or the next prompt.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from tools.train_default_model.compiling import compiled
 from tools.train_default_model.decode_attention import decode_attention, has_kernel
 from tools.train_default_model.prompts import conversation
 from tools.train_default_model.teacher import Teacher, layer_in, layer_out, rms_norm
@@ -36,12 +37,14 @@ class GenerateOptions:
     batch: int = 2048
     n_ctx: int = 512
     max_new: int = 320
-    temperature: float = 0.75
-    min_p: float = 0.08
+    temperature: float = 0.65
+    min_p: float = 0.1
     seed: int = 1
     system: str = SYSTEM
     is_greedy: bool = False
     is_compiled: bool = True
+    has_kernel: bool = True
+    """Attention by our Triton kernel where there is a GPU; else by torch's, over the whole cache."""
     max_docs: int = 1 << 40
 
 
@@ -52,7 +55,7 @@ class Stepper:
         device = teacher.embedding.device
         n, self.options, self.teacher = options.batch, options, teacher
         self.is_cuda = device.type == "cuda"
-        self._kernel = self.is_cuda and has_kernel()
+        self._kernel = self.is_cuda and options.has_kernel and has_kernel()
         shape = (n, 2 * teacher.n_kv, options.n_ctx, teacher.head_dim)
         self.caches = [torch.zeros(shape, dtype=teacher.embedding.dtype, device=device) for _ in range(teacher.n_layer)]
         self._fill_prefix(prefix)
@@ -76,13 +79,10 @@ class Stepper:
             cache[:, :, : len(prefix)] = torch.cat([k, v], dim=2).transpose(1, 2)
 
     def _compile(self) -> None:
-        self._in: Callable[..., tuple[torch.Tensor, ...]] = layer_in
-        self._out: Callable[..., torch.Tensor] = layer_out
-        self._choose: Callable[[torch.Tensor], torch.Tensor] = self._sample
-        if self.options.is_compiled and self.is_cuda:
-            self._in = torch.compile(layer_in, dynamic=False)
-            self._out = torch.compile(layer_out, dynamic=False)
-            self._choose = torch.compile(self._sample, dynamic=False)
+        is_wanted = self.options.is_compiled and self.is_cuda
+        self._in = compiled(layer_in, is_wanted=is_wanted)
+        self._out = compiled(layer_out, is_wanted=is_wanted)
+        self._choose = compiled(self._sample, is_wanted=is_wanted)
 
     def _sample(self, x: torch.Tensor) -> torch.Tensor:
         """The next token of each row by Gumbel's trick, from the last layer's output."""
@@ -176,6 +176,8 @@ class Generator:
         self._shards = sorted(folder.glob("raw-*.npz"))
         starts = [int(np.load(shard)["next"]) for shard in self._shards]
         self._next = max(starts, default=0)
+        self._ready: deque[tuple[int, list[list[int]]]] = deque()
+        """Conversations in tokens, each with its number, made while the device works."""
         self.n_docs = self.n_tokens = 0
 
     def user_turn(self, text: str) -> list[int]:
@@ -189,6 +191,7 @@ class Generator:
         while not clock.is_over and self.n_docs < self._options.max_docs:
             self._refill(newline)
             s.run_chunk()
+            self._prepare(self._options.batch // 2)
             self._collect()
             if len(self._docs) >= SHARD_DOCS:
                 self._flush()
@@ -228,12 +231,20 @@ class Generator:
 
     def _begin(self, row: Row) -> list[int]:
         """The next conversation whose turns fit."""
-        while True:
-            turns = [self.user_turn(text) for text in conversation(self._options.seed, self._next)]
-            self._next += 1
+        self._prepare(1)
+        number, turns = self._ready.popleft()
+        self._next = number + 1
+        row.turns, row.is_idle = turns[1:], False
+        return turns[0]
+
+    def _prepare(self, n: int) -> None:
+        """Have `n` conversations ready."""
+        number = self._ready[-1][0] + 1 if self._ready else self._next
+        while len(self._ready) < n:
+            turns = [self.user_turn(text) for text in conversation(self._options.seed, number)]
             if all(len(turn) < MAX_FORCED for turn in turns):
-                row.turns, row.is_idle = turns[1:], False
-                return turns[0]
+                self._ready.append((number, turns))
+            number += 1
 
     def _hand_in(self, row: Row) -> None:
         self._docs.append(np.array(row.tokens, dtype=np.uint16))

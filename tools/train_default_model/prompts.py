@@ -19,12 +19,6 @@ HELD_OUT_SHARE = 100
 
 Maker = Callable[[random.Random], str]
 
-_MANY = tuple(
-    "fossils dinosaurs muscles bacteria vaccines taxes percentages vitamins bees birds mammals reptiles amphibians insects "
-    "clouds".split()  # noqa: SIM905
-) + ("the lungs", "the seasons", "the tides", "the five senses", "time zones", "the Middle Ages", "the Olympic Games")
-"""Topics that ask for "are"."""
-
 _PLURALS = {
     "mouse": "mice",
     "goose": "geese",
@@ -103,8 +97,7 @@ def story(rng: random.Random) -> str:
 def explanation(rng: random.Random) -> str:
     """A question about a topic."""
     topic, why, machine = rng.choice(words.TOPICS), rng.choice(words.WHYS), rng.choice(words.MACHINES)
-    is_plural = topic in ("birds", "mammals", "reptiles", "insects", "muscles", "fossils", "dinosaurs", "clouds")
-    verb = "are" if is_plural or (topic.endswith(("s", "bees")) and " " not in topic and topic[-2:] != "ss") else "is"
+    verb = "are" if topic in words.PLURAL_TOPICS else "is"
     return rng.choice(
         (
             f"What {verb} {topic}?{_short(rng)}",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 
 from tools.train_default_model.annotate import load_hints
 from tools.train_default_model.batches import Batch, Feed
+from tools.train_default_model.compiling import compiled
 from tools.train_default_model.encode import Dataset, load_dataset, our_pieces
 from tools.train_default_model.model import Geometry, Layer, Student, initialise
 from tools.train_default_model.optimizer import Optimizer
@@ -89,12 +89,9 @@ class Trainer:
         self.started_at = self.progress
         self.optimizer = Optimizer(self.model, masters)
         self.feed = Feed(self.data, hints, device, options.rows, options.n, options.seed + self.step)
-        self._layer: Callable[..., Any] = Layer.forward
-        self._loss = loss_of
-        if options.is_compiled and device.type == "cuda":
-            self._layer = torch.compile(Layer.forward, dynamic=False)
-            self._loss = torch.compile(loss_of, dynamic=False)
-        self._log = (folder / f"{name}-log.jsonl").open("a", encoding="utf-8")
+        is_wanted = options.is_compiled and device.type == "cuda"
+        self._layer = compiled(Layer.forward, is_wanted=is_wanted)
+        self._loss = compiled(loss_of, is_wanted=is_wanted)
 
     def run(self, budget_s: float) -> None:
         """Train until the progress is 1 or the time is over."""
@@ -102,7 +99,7 @@ class Trainer:
         warm_s = 0.0
         first = self.step
         for batch in self.feed:
-            tensors = self._train_step(batch)
+            tensors = self._first_step(batch) if self.step == first else self._train_step(batch)
             self.step += 1
             if self.step - first == 3:
                 self._wait()
@@ -117,6 +114,24 @@ class Trainer:
                 break
         self._wait()
         self.save()
+
+    def _first_step(self, batch: Batch) -> torch.Tensor:
+        """One update; where it fails, again in a plainer way: uncompiled, then with every expert computed."""
+        for is_last in (False, False, True):
+            try:
+                tensors = self._train_step(batch)
+                self._wait()
+                return tensors
+            except Exception as error:
+                if is_last:
+                    raise
+                say(self.name, f"the first step failed ({type(error).__name__}: {str(error)[:400]})")
+                is_plain = self._layer is Layer.forward
+                self._layer, self._loss = Layer.forward, loss_of
+                for layer in self.model.layers:
+                    layer.is_grouped = layer.is_grouped and not is_plain  # type: ignore[assignment, operator]
+                self.optimizer.write()
+        raise AssertionError("unreachable")
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -160,8 +175,8 @@ class Trainer:
             f"balance {balance:.3f}, z {z:.2f}, busiest {share:.0%}, {rate / 1e3:.0f} k/s",
         )
         row = {"step": self.step, "progress": self.progress, "loss": loss, "hard": hard, "balance": balance}
-        self._log.write(json.dumps(row) + "\n")
-        self._log.flush()
+        with (self.folder / f"{self.name}-log.jsonl").open("a", encoding="utf-8") as log:
+            log.write(json.dumps(row) + "\n")
         if not math.isfinite(loss):
             raise RuntimeError(f"the loss is {loss} in step {self.step}: the last checkpoint stays as it is")
 

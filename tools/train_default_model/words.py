@@ -19,6 +19,7 @@ __all__ = [
     "MACHINES",
     "OBJECTS",
     "PLACES",
+    "PLURAL_TOPICS",
     "REASONS",
     "SCENES",
     "TASKS",
@@ -132,6 +133,13 @@ swimming; the Olympic Games; cooking; bread; cheese; tea; coffee; chocolate; ric
 newspaper; photography; film; theater; dance; a language; a holiday; a tradition; a proverb; a family; a neighbor; a
 village; weather forecasts; clouds; fog; rain; a shadow; an echo
 """)
+
+PLURAL_TOPICS = _split("""
+fossils; dinosaurs; muscles; bacteria; vaccines; taxes; percentages; vitamins; bees; birds; mammals; reptiles;
+amphibians; insects; clouds; the lungs; the seasons; the tides; the five senses; time zones; the Middle Ages; the
+Olympic Games
+""")
+"""Topics that ask for "are"."""
 
 WHYS = _split("""
 is the sky blue; do leaves fall in autumn; do we sleep; do cats purr; do birds fly south; is the sea salty; do we
