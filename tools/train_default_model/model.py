@@ -17,6 +17,8 @@ from tools.train_default_model.teacher import rms_norm, rotate
 
 __all__ = ["Geometry", "Student", "initialise"]
 
+ALIGN = 16
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -42,48 +44,69 @@ class Geometry:
 
 
 class _Permute(torch.autograd.Function):
-    """x[order // k] of tokens sorted by expert; its gradient is a gather too, since the inverse is known."""
+    """x[pair // k] for the pair (token, rank) at each place; its gradient is a gather too, since `place` is known."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, token: torch.Tensor, inverse: torch.Tensor, k: int) -> torch.Tensor:
-        ctx.save_for_backward(inverse)
+    def forward(ctx: Any, x: torch.Tensor, pair: torch.Tensor, place: torch.Tensor, k: int) -> torch.Tensor:
+        ctx.save_for_backward(place)
         ctx.k = k
-        return x[token]
+        return x[pair // k]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        (inverse,) = ctx.saved_tensors
-        return grad[inverse].view(-1, ctx.k, grad.shape[-1]).sum(1), None, None, None
+        (place,) = ctx.saved_tensors
+        return grad[place].view(-1, ctx.k, grad.shape[-1]).sum(1), None, None, None
 
 
 class _Unpermute(torch.autograd.Function):
-    """y[inverse] of a permutation; the gradient is grad[order]."""
+    """y[place]; the gradient of a place that holds no pair is 0."""
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(order)
-        return y[inverse]
+    def forward(
+        ctx: Any, y: torch.Tensor, pair: torch.Tensor, place: torch.Tensor, is_pair: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(pair, is_pair)
+        return y[place]
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        (order,) = ctx.saved_tensors
-        return grad[order], None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        pair, is_pair = ctx.saved_tensors
+        return grad[pair] * is_pair[:, None], None, None, None
+
+
+def places(ids: torch.Tensor, n_expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows sorted by expert, each expert's share filled up to a multiple of ALIGN (grouped products ask for that).
+
+    (pair at each place, 0 where none is; place of each pair; whether a place holds a pair; end of each expert's share).
+    The number of places is fixed: the last share takes what is over.
+    """
+    flat = ids.flatten()
+    n_pairs, n_places = len(flat), len(flat) + n_expert * ALIGN
+    order = torch.argsort(flat, stable=True)
+    counts = (flat[:, None] == torch.arange(n_expert, device=flat.device)).sum(0)
+    sizes = (counts.clamp_min(1) + ALIGN - 1) // ALIGN * ALIGN
+    shift = (sizes.cumsum(0) - sizes) - (counts.cumsum(0) - counts)
+    sorted_place = torch.arange(n_pairs, device=flat.device) + shift[flat[order]]
+    place = torch.empty_like(order).scatter_(0, order, sorted_place)
+    pair = torch.zeros(n_places, dtype=order.dtype, device=flat.device).scatter_(0, sorted_place, order)
+    is_pair = torch.zeros(n_places, dtype=torch.bool, device=flat.device).scatter_(
+        0, sorted_place, torch.ones_like(order, dtype=torch.bool)
+    )
+    last = torch.arange(n_expert, device=flat.device) == n_expert - 1
+    ends = torch.where(last, n_places, sizes.cumsum(0)).int()
+    return pair, place, is_pair, ends
 
 
 def experts_grouped(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Routed experts [n, d] by grouped products: rows sorted by expert, no padding, no host synchronisation."""
+    """Routed experts [n, d] by grouped products, without a host synchronisation."""
     n, k = ids.shape
-    flat = ids.flatten()
-    order = torch.argsort(flat, stable=True)
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(n * k, device=x.device))
-    counts = (flat[:, None] == torch.arange(gate_up.shape[0], device=x.device)).sum(0)
-    ends = counts.cumsum(0).int()
-    rows = _Permute.apply(x, order // k, inverse, k)
+    pair, place, is_pair, ends = places(ids, gate_up.shape[0])
+    rows = _Permute.apply(x, pair, place, k)
     gate, up = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
     y = torch._grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
-    y = _Unpermute.apply(y, order, inverse).view(n, k, -1)
+    y = _Unpermute.apply(y, pair, place, is_pair).view(n, k, -1)
     return (y * weights[..., None].to(y.dtype)).sum(1)
 
 

@@ -31,7 +31,7 @@ def pack_text(folder: Path, out: Path, *, n_files: int, n_processes: int) -> Non
     with ThreadPoolExecutor(n_processes) as pool:  # lzma lets other threads run
         packed = pool.map(lambda path: (path.name, lzma.compress(path.read_bytes(), preset=4)), shards)
         n_taken = 0
-        for i in range(n_files):
+        for i in range(min(n_files, len(shards))):
             n_bytes = 0
             with tarfile.open(out / f"text-{i}.tar", "w") as tar:
                 for name, data in packed:
