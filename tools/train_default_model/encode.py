@@ -1,7 +1,8 @@
 """Stage `encode`: cleaned dialogues in our tokens, aligned with the teacher's.
 
 For each of our tokens: whether it belongs to an answer, and `source`, the teacher's token at whose end it begins (-1
-where none does): the teacher's prediction after that token is a prediction of ours.
+where none does): the teacher's prediction after that token is a prediction of ours. Written dialogues have none, since
+there the teacher would be wrong.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ def _encode_shard(path: Path, target: Path) -> int:
     """Encode one cleaned shard; the number of our tokens."""
     with np.load(path) as file:
         theirs, offsets, held, keys = (file[name] for name in ("tokens", "offsets", "held", "keys"))
+    is_own = "-own-" in path.name
     token_list = theirs.tolist()
     pieces = _Worker.their_pieces
     spans = list(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True))
@@ -95,7 +97,8 @@ def _encode_shard(path: Path, target: Path) -> int:
             is_answer |= (starts >= match.start(1)) & (starts < match.end(1))
         parts.append(ids)
         answers.append(is_answer)
-        sources.append(align(lengths, _Worker.their_bytes[theirs[a:b]]))
+        source = align(lengths, _Worker.their_bytes[theirs[a:b]])
+        sources.append(np.full_like(source, -1) if is_own else source)
     arrays = {"tokens": np.concatenate(parts), "answer": np.concatenate(answers), "source": np.concatenate(sources)}
     arrays |= {"offsets": np.cumsum([len(part) for part in parts]), "held": held, "keys": keys}
     save_arrays(target, arrays | {"teacher": theirs, "teacher_offsets": offsets})
