@@ -30,6 +30,8 @@ const std::string &feature_names() {
         {"avx512vl", bool(__builtin_cpu_supports("avx512vl"))},
         {"avx512vnni", bool(__builtin_cpu_supports("avx512vnni"))},
         {"avx512vbmi", bool(__builtin_cpu_supports("avx512vbmi"))},
+        {"gfni", bool(__builtin_cpu_supports("gfni"))},
+        {"bmi2", bool(__builtin_cpu_supports("bmi2"))},
     };
     for (const Feature &f : features) {
       if (f.present) s += (s.empty() ? "" : " ") + std::string(f.name);
@@ -54,7 +56,7 @@ const Kernels *usable_avx512() {
 }
 
 const Kernels *usable_avx512vbmi() {
-  return has("avx512vbmi") && usable_avx512() ? kernels_avx512vbmi() : nullptr;
+  return has("avx512vbmi") && has("gfni") && has("bmi2") && usable_avx512() ? kernels_avx512vbmi() : nullptr;
 }
 
 const Kernels *best() {

@@ -35,9 +35,11 @@ struct Act256 {
   int8_t hi[256], lo[256];
   int16_t sum16[2][16];  // of each plane (hi, lo), over each 16 values; group j stands at group_place(j)
   int16_t sum32[2][8];   // the same over each 32 values, in order
-  int8_t pad[32];
+  int8_t digits16[3][16], digits32[3][8];  // sums of a over 16 and 32 values, in order: base 256, the lowest digit first
+  int32_t total[2];      // of each plane
+  int8_t pad[16];
 };
-static_assert(sizeof(Act32) == 64 && sizeof(Act256) == 640, "layout of activations");
+static_assert(sizeof(Act32) == 64 && sizeof(Act256) == 704, "layout of activations");
 
 // Even groups, then odd ones: a group of 32 values takes one place of each half of a vector.
 static inline int group_place(int j) { return (j & 1) * 8 + (j >> 1); }

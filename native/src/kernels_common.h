@@ -68,6 +68,15 @@ inline void quantize_32(const float *x, int planes, Act32 &a, float *dx, float *
   *sx = *dx * float(planes == 2 ? 256 * hi + lo : hi);
 }
 
+// The sum of a, from those of its planes, as three signed digits to base 256, `step` bytes apart, the lowest first.
+inline void set_digits(int planes, int32_t hi, int32_t lo, int8_t *digits, int step) {
+  int32_t sum = planes == 2 ? 256 * hi + lo : hi;
+  for (int i = 0; i < 3; ++i) {
+    digits[i * step] = int8_t(sum);
+    sum = (sum - digits[i * step]) >> 8;
+  }
+}
+
 inline void quantize_256(const float *x, int planes, Act256 &a, float *dx) {
   *dx = quantize_block<256>(x, planes, a.hi, a.lo);
   for (int j = 0; j < 16; ++j) {
@@ -78,6 +87,15 @@ inline void quantize_256(const float *x, int planes, Act256 &a, float *dx) {
     a.sum32[0][j] = int16_t(a.sum16[0][j] + a.sum16[0][j + 8]);
     a.sum32[1][j] = int16_t(a.sum16[1][j] + a.sum16[1][j + 8]);
   }
+  for (int j = 0; j < 16; ++j) {
+    set_digits(planes, a.sum16[0][group_place(j)], a.sum16[1][group_place(j)], a.digits16[0] + j, 16);
+  }
+  a.total[0] = a.total[1] = 0;
+  for (int j = 0; j < 8; ++j) {
+    a.total[0] += a.sum32[0][j];
+    a.total[1] += a.sum32[1][j];
+  }
+  for (int j = 0; j < 8; ++j) set_digits(planes, a.sum32[0][j], a.sum32[1][j], a.digits32[0] + j, 8);
   std::memset(a.pad, 0, sizeof(a.pad));
 }
 

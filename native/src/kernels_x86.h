@@ -7,6 +7,7 @@
 #include "x86_codes.h"
 #include "x86_products.h"
 #include "x86_tiles.h"
+#include "x86_wide256.h"
 
 namespace ft {
 namespace {
@@ -43,6 +44,12 @@ inline Kernels x86_table(const char *name) {
   set_vec_256<FormIQ2_XS, VecIQ2_XS>(k, IQ2_XS);
   set_vec_256<FormIQ2_S, VecIQ2_S>(k, IQ2_S);
 #ifdef __AVX512VBMI__
+  k.matvec[Q2_K] = matvec_wide<WideQ2_K, VecQ2_K>;
+  k.matvec[Q3_K] = matvec_wide<WideQ3_K, VecQ3_K>;
+  k.matvec[Q4_K] = matvec_wide<WideQ4_K, VecQ4_K>;
+  k.matvec[Q5_K] = matvec_wide<WideQ5_K, VecQ5_K>;
+  k.matvec[Q6_K] = matvec_wide<WideQ6_K, VecQ6_K>;
+  k.matvec[IQ4_XS] = matvec_wide<WideIQ4_XS, VecIQ4_XS>;
   set_vec_256<FormIQ3_XXS, WideIQ3_XXS>(k, IQ3_XXS);
   set_vec_256<FormIQ3_S, WideIQ3_S>(k, IQ3_S);
 #else

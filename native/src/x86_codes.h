@@ -4,15 +4,12 @@
 #ifndef FT_X86_CODES_H
 #define FT_X86_CODES_H
 #include "x86_grids.h"
+#include "x86_vectors512.h"
 
 #ifdef __AVX512VBMI__
 
 namespace ft {
 namespace {
-
-using I16 = __m512i;
-
-FT_INLINE I16 load64(const void *p) { return _mm512_loadu_si512(p); }
 
 // Bytes of a table of 256 at 64 places.
 FT_INLINE I16 byte_of_256(const uint8_t *table, I16 at, __mmask64 upper) {

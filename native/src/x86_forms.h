@@ -218,6 +218,16 @@ struct VecQ2_K : AsStored<FormQ2_K> {
   FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors2(p + 80, sizeof(Block), count); }
 };
 
+// The twelve bytes of Q3_K as sixteen signed scales.
+FT_INLINE __m128i scales_q3(const uint8_t *scales) {
+  const uint32_t a = word32(scales), c = word32(scales + 4), h = word32(scales + 8);
+  const uint32_t s0 = (a & 0x0f0f0f0f) | ((h << 4) & 0x30303030);
+  const uint32_t s1 = (c & 0x0f0f0f0f) | ((h << 2) & 0x30303030);
+  const uint32_t s2 = ((a >> 4) & 0x0f0f0f0f) | (h & 0x30303030);
+  const uint32_t s3 = ((c >> 4) & 0x0f0f0f0f) | ((h >> 2) & 0x30303030);
+  return _mm_sub_epi8(_mm_setr_epi32(int(s0), int(s1), int(s2), int(s3)), _mm_set1_epi8(32));
+}
+
 struct VecQ3_K : AsStored<FormQ3_K> {
   static constexpr bool kCommon = false;
   static constexpr bool kSigned = false;
@@ -230,13 +240,7 @@ struct VecQ3_K : AsStored<FormQ3_K> {
     n[3] = _mm256_or_si256(and_bits(_mm256_srli_epi16(q, 6), 3), and_bits(_mm256_srli_epi16(h, 1), 4));
   }
   FT_INLINE static VecScales scales(const Block &b) {
-    const uint32_t a = word32(b.scales), c = word32(b.scales + 4), h = word32(b.scales + 8);
-    const uint32_t s0 = (a & 0x0f0f0f0f) | ((h << 4) & 0x30303030);
-    const uint32_t s1 = (c & 0x0f0f0f0f) | ((h << 2) & 0x30303030);
-    const uint32_t s2 = ((a >> 4) & 0x0f0f0f0f) | (h & 0x30303030);
-    const uint32_t s3 = ((c >> 4) & 0x0f0f0f0f) | ((h >> 2) & 0x30303030);
-    const __m128i s = _mm_setr_epi32(int(s0), int(s1), int(s2), int(s3));
-    return {even_odd(_mm_sub_epi8(s, _mm_set1_epi8(32))), _mm256_setzero_si256()};
+    return {even_odd(scales_q3(b.scales)), _mm256_setzero_si256()};
   }
   FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors1(p + 108, sizeof(Block), count); }
 };

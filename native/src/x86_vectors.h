@@ -15,7 +15,7 @@ using F8 = __m256;
 // Calls inside a row would spill its registers; the compiler's own limits stop it from inlining everything.
 #define FT_INLINE inline __attribute__((always_inline))
 
-constexpr int kAhead = 1536;  // bytes of weights asked for ahead of their use
+constexpr int kAhead = 4096;  // bytes of weights asked for ahead of their use: what a core's memory has under way
 
 FT_INLINE I8 load(const void *p) { return _mm256_loadu_si256(static_cast<const __m256i *>(p)); }
 FT_INLINE __m128i load16(const void *p) { return _mm_loadu_si128(static_cast<const __m128i *>(p)); }
