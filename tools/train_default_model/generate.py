@@ -156,9 +156,8 @@ class Stepper:
 
 @dataclass
 class Row:
-    """The host's view of one row: its tokens so far, and the user turns still to be asked."""
+    """What the host plans for one row: the user turns still to be asked."""
 
-    tokens: list[int] = field(default_factory=list)
     turns: list[list[int]] = field(default_factory=list)
     is_idle: bool = True
 
@@ -172,6 +171,8 @@ class Generator:
         self.stepper = Stepper(teacher, options, self.prefix)
         self._options, self._folder = options, folder
         self._rows = [Row() for _ in range(options.batch)]
+        self._history = np.zeros((options.batch, options.n_ctx + 1), dtype=np.uint16)
+        self._lengths = np.zeros(options.batch, dtype=np.int64)
         self._docs: list[np.ndarray] = []
         self._shards = sorted(folder.glob("raw-*.npz"))
         starts = [int(np.load(shard)["next"]) for shard in self._shards]
@@ -202,10 +203,10 @@ class Generator:
 
     def _collect(self) -> None:
         """Take the chunk's tokens to their rows."""
-        out = self.stepper.out.cpu().numpy().T
-        for row, new in zip(self._rows, out, strict=True):
-            if not row.is_idle:
-                row.tokens += new[new >= 0].tolist()
+        for new in self.stepper.out.cpu().numpy():
+            live = np.flatnonzero(new >= 0)
+            self._history[live, self._lengths[live]] = new[live]
+            self._lengths[live] += 1
 
     def _refill(self, newline: list[int]) -> None:
         """Finished rows get their next turn, or hand in their dialogue and get the next prompt."""
@@ -214,15 +215,15 @@ class Generator:
         current, pos, forced, n_forced, index, done = (x.numpy() for x in state)
         for b in np.flatnonzero(done):
             row = self._rows[b]
-            is_cut = not row.tokens or row.tokens[-1] != END
+            is_cut = self._history[b, self._lengths[b] - 1] != END
             if not row.is_idle and row.turns and not is_cut and pos[b] < self._options.n_ctx - 2 * MAX_FORCED:
                 stream = newline + row.turns.pop(0)
             else:
                 if not row.is_idle:
-                    self._hand_in(row)
+                    self._hand_in(self._history[b, : self._lengths[b]].copy())
                 stream = self._begin(row)
                 current[b], pos[b] = stream[0], len(self.prefix)
-                row.tokens = [stream[0]]
+                self._history[b, 0], self._lengths[b] = stream[0], 1
                 stream = stream[1:]
             forced[b, : len(stream)] = stream
             n_forced[b], index[b], done[b] = len(stream), 0, False
@@ -246,10 +247,10 @@ class Generator:
                 self._ready.append((number, turns))
             number += 1
 
-    def _hand_in(self, row: Row) -> None:
-        self._docs.append(np.array(row.tokens, dtype=np.uint16))
+    def _hand_in(self, tokens: np.ndarray) -> None:
+        self._docs.append(tokens)
         self.n_docs += 1
-        self.n_tokens += len(row.tokens)
+        self.n_tokens += len(tokens)
 
     def _flush(self) -> None:
         if not self._docs:
