@@ -8,7 +8,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from tools.train_default_model import facts, words
+from tools.train_default_model import facts, knowledge, words
+from tools.train_default_model.prompts import article, plural
 
 __all__ = ["dialogue"]
 
@@ -272,16 +273,51 @@ def question(rng: random.Random) -> Turns:
     return [_opened(rng, asked), answer]
 
 
+def animal(rng: random.Random) -> Turns:
+    """Where animals live, what they eat, what they are."""
+    name, (kind, home, food, trait) = rng.choice(list(knowledge.ANIMAL_FACTS.items()))
+    many, one = plural(name), article(name)
+    known = f"{_upper(one)} is {kind}. It has {trait}. {_upper(many)} live {home}, and they eat {food}."
+    return list(
+        rng.choice(
+            (
+                (_opened(rng, f"Where do {many} live?"), f"{_upper(many)} live {home}."),
+                (_opened(rng, f"What do {many} eat?"), f"{_upper(many)} eat {food}."),
+                (_opened(rng, f"What is {one}?"), f"{_upper(one)} is {kind}. It has {trait}."),
+                (f"Tell me about {many}.", known),
+                (f"What do you know about {many}?", known),
+                (f"What kind of animal is {one}?", f"{_upper(one)} is {kind}."),
+                (
+                    f"Where do {many} live?",
+                    f"{_upper(many)} live {home}.",
+                    "And what do they eat?",
+                    f"They eat {food}.",
+                ),
+            )
+        )
+    )
+
+
+def definition(rng: random.Random) -> Turns:
+    """What things are."""
+    thing, (text,) = rng.choice(list(knowledge.DEFINITIONS.items()))
+    verb = "are" if thing in words.PLURAL_TOPICS else "is"
+    asked = (f"What {verb} {thing}?", f"Explain {thing} to a child.", f"Can you explain {thing}?")
+    return [_opened(rng, asked[rng.choice((0, 0, 0, 1, 2))]), text]
+
+
 _KINDS: tuple[tuple[Callable[[random.Random], Turns], float], ...] = (
-    (identity, 0.09),
-    (greeting, 0.10),
-    (remembered, 0.06),
-    (unknown, 0.07),
-    (capital, 0.18),
-    (word, 0.19),
-    (number, 0.13),
-    (calendar, 0.06),
-    (question, 0.12),
+    (identity, 0.05),
+    (greeting, 0.06),
+    (remembered, 0.04),
+    (unknown, 0.04),
+    (capital, 0.15),
+    (word, 0.14),
+    (number, 0.11),
+    (calendar, 0.05),
+    (question, 0.11),
+    (animal, 0.14),
+    (definition, 0.12),
 )
 
 

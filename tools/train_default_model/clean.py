@@ -43,6 +43,14 @@ _WRONG_SELF = re.compile(
     r"\bI was (created|trained)",
     re.IGNORECASE,
 )
+_REFUSAL = re.compile(
+    r"unable to (assist|help)|(can'?t|cannot|can not) (assist|help)|your (request|query)|sorry for your loss|"
+    r"provide (me with )?(the|more) (information|context|details)|help me with something",
+    re.IGNORECASE,
+)
+_STORY = re.compile(r"\b(story|fairy tale)\b(?! of five| that uses)")
+MIN_STORY = 220
+"""Characters; a story of one sentence is none."""
 _LEFTOVER = re.compile(r"\[[A-Z][^\]]*\]|https?:|www\.|```|^#|\bdef |<\w+>|\\", re.MULTILINE)
 _SENTENCE_END = re.compile(r"(?:(?<=[^\W\d])|(?<=[\"”')%])|(?<=\d\d))[.!?]+[\"”')*]*(?=\s|$)")
 """The end of a sentence, not the dot of a list's number."""
@@ -63,7 +71,12 @@ def judge(answer: str, is_cut: bool) -> tuple[str, int]:
         return "empty", 0
     if text != answer or not _SENTENCE_END.search(text[-6:]):
         return "no end", 0
-    for pattern, reason in ((_FOREIGN, "foreign"), (_WRONG_SELF, "wrong self"), (_LEFTOVER, "leftover")):
+    for pattern, reason in (
+        (_FOREIGN, "foreign"),
+        (_WRONG_SELF, "wrong self"),
+        (_LEFTOVER, "leftover"),
+        (_REFUSAL, "refusal"),
+    ):
         if pattern.search(text):
             return reason, 0
     return ("loop", 0) if _loops(text) else ("", keep)
@@ -125,6 +138,8 @@ def _good_turns(tokens: list[int], reasons: Counter[str]) -> list[list[int]]:
             reasons["foreign"] += 1
             break
         reason, keep = judge(text, is_cut)
+        if not reason and keep < MIN_STORY and _STORY.search(_bytes(user).decode(errors="replace")):
+            reason = "short story"
         reasons[reason or "kept"] += 1
         if reason:
             break

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable
 
 from tools.train_default_model import words
+from tools.train_default_model.knowledge import DEFINITIONS
 
 __all__ = ["conversation", "held_out_prompts", "is_held_out"]
 
@@ -100,11 +101,13 @@ def explanation(rng: random.Random) -> str:
     verb = "are" if topic in words.PLURAL_TOPICS else "is"
     return rng.choice(
         (
-            f"What {verb} {topic}?{_short(rng)}",
-            f"What {verb} {topic}?{_short(rng)}",
-            f"Explain {topic} to a child.",
+            f"What {verb} {topic}?"
+            if topic not in DEFINITIONS
+            else f"What can you tell me about {topic}?{_short(rng)}",
+            f"What do people know about {topic}?{_short(rng)}",
+            f"Explain {topic} to a child." if topic not in DEFINITIONS else f"How would you describe {topic}?",
             f"Explain {topic} in simple words.{_short(rng)}",
-            f"Can you explain {topic}?",
+            f"What should I know about {topic}?",
             f"Tell me about {topic}.{_short(rng)}",
             f"Why is {topic} important?" if verb == "is" else f"Why are {topic} important?",
             f"Tell me something interesting about {topic}.",
@@ -124,8 +127,8 @@ def fact(rng: random.Random) -> str:
     many, shorter = plural(animal), _short(rng)
     return rng.choice(
         (
-            f"Where do {many} live?{shorter}",
-            f"What do {many} eat?{shorter}",
+            f"How long do {many} live?{shorter}",
+            f"What do {many} like?{shorter}",
             f"Tell me three facts about {many}.",
             f"What does {article(animal)} look like?{shorter}",
             f"How do {many} protect themselves?",

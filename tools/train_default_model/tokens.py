@@ -18,7 +18,7 @@ __all__ = ["CONTROL", "END", "PAD", "START", "SYSTEM", "new_tokenizer", "render"
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 PAD, START, END = 0, 1, 2
 """<|endoftext|>, <|im_start|>, <|im_end|>: the same ids in SmolLM2's vocabulary and in ours."""
-SYSTEM = "You are a helpful assistant. Answer clearly, in short and simple sentences."
+SYSTEM = "You are a helpful assistant. Answer clearly and in simple sentences."
 """The system message under which the teacher answers; its answers are shorter and plainer than under its own."""
 CONTROL_TYPE = 3
 
