@@ -302,8 +302,8 @@ def definition(rng: random.Random) -> Turns:
     """What things are."""
     thing, (text,) = rng.choice(list(knowledge.DEFINITIONS.items()))
     verb = "are" if thing in words.PLURAL_TOPICS else "is"
-    asked = (f"What {verb} {thing}?", f"Explain {thing} to a child.", f"Can you explain {thing}?")
-    return [_opened(rng, asked[rng.choice((0, 0, 0, 1, 2))]), text]
+    plain = _opened(rng, f"What {verb} {thing}?")
+    return [rng.choice((plain, plain, plain, f"Explain {thing} to a child.", f"Can you explain {thing}?")), text]
 
 
 _KINDS: tuple[tuple[Callable[[random.Random], Turns], float], ...] = (

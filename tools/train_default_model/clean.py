@@ -54,6 +54,12 @@ MIN_STORY = 220
 _LEFTOVER = re.compile(r"\[[A-Z][^\]]*\]|https?:|www\.|```|^#|\bdef |<\w+>|\\", re.MULTILINE)
 _SENTENCE_END = re.compile(r"(?:(?<=[^\W\d])|(?<=[\"”')%])|(?<=\d\d))[.!?]+[\"”')*]*(?=\s|$)")
 """The end of a sentence, not the dot of a list's number."""
+_COMPLAINTS = (
+    (_FOREIGN, "foreign"),
+    (_WRONG_SELF, "wrong self"),
+    (_LEFTOVER, "leftover"),
+    (_REFUSAL, "refusal"),
+)
 _SENTENCE = re.compile(r"[^.!?\n]+")
 
 
@@ -71,12 +77,7 @@ def judge(answer: str, is_cut: bool) -> tuple[str, int]:
         return "empty", 0
     if text != answer or not _SENTENCE_END.search(text[-6:]):
         return "no end", 0
-    for pattern, reason in (
-        (_FOREIGN, "foreign"),
-        (_WRONG_SELF, "wrong self"),
-        (_LEFTOVER, "leftover"),
-        (_REFUSAL, "refusal"),
-    ):
+    for pattern, reason in _COMPLAINTS:
         if pattern.search(text):
             return reason, 0
     return ("loop", 0) if _loops(text) else ("", keep)

@@ -80,9 +80,9 @@ ostrich | a bird | on the grasslands of Africa | plants, seeds and insects | lon
 """)
 
 DEFINITIONS = _rows("""
-gravity | Gravity is the force that pulls things toward each other. It keeps us on the ground and the Moon near the Earth.
-photosynthesis | Photosynthesis is how plants make their food from light, water and carbon dioxide. They give off oxygen.
-the water cycle | The water cycle is the way water moves: it rises as vapor, forms clouds, and falls again as rain or snow.
+gravity | Gravity is the force that pulls things toward each other. It keeps us on the ground.
+photosynthesis | Photosynthesis is how plants make food from light, water and carbon dioxide. They give off oxygen.
+the water cycle | The water cycle is the way water moves: it rises as vapor, forms clouds and falls as rain or snow.
 electricity | Electricity is a form of energy that comes from moving charges. It gives us light and runs our machines.
 a rainbow | A rainbow is an arc of colors in the sky. It appears when sunlight shines through drops of rain.
 the solar system | The solar system is the Sun and everything that travels around it, such as the eight planets.
@@ -95,7 +95,7 @@ lightning | Lightning is a large spark of electricity in a storm, between clouds
 the heart | The heart is a muscle in your chest that pumps blood through the whole body.
 the brain | The brain is the part of the body in your head that thinks, remembers and controls what you do.
 the lungs | The lungs are two parts of the body in your chest that you breathe with. They bring oxygen into the blood.
-the skeleton | The skeleton is all the bones of the body together. It holds us up and protects soft parts like the heart.
+the skeleton | The skeleton is all the bones of the body together. It holds us up and protects the heart and lungs.
 the stomach | The stomach is the part of the body where the food that you have eaten is broken down.
 sleep | Sleep is the time when the body and the mind rest. It helps us to grow, to heal and to remember.
 fossils | Fossils are the remains or prints of plants and animals that lived a very long time ago, kept in stone.

@@ -101,9 +101,7 @@ def explanation(rng: random.Random) -> str:
     verb = "are" if topic in words.PLURAL_TOPICS else "is"
     return rng.choice(
         (
-            f"What {verb} {topic}?"
-            if topic not in DEFINITIONS
-            else f"What can you tell me about {topic}?{_short(rng)}",
+            f"What {verb} {topic}?" if topic not in DEFINITIONS else f"What do you know about {topic}?{_short(rng)}",
             f"What do people know about {topic}?{_short(rng)}",
             f"Explain {topic} to a child." if topic not in DEFINITIONS else f"How would you describe {topic}?",
             f"Explain {topic} in simple words.{_short(rng)}",
