@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,7 +70,7 @@ class Stepper:
         self.out = torch.full((CHUNK, n), -1, dtype=torch.int32, device=device)
         self.column = torch.zeros(1, dtype=torch.int64, device=device)
         self._compile()
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._replay: Callable[[], None] | None = None
 
     def _fill_prefix(self, prefix: list[int]) -> None:
         keep: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -130,28 +131,42 @@ class Stepper:
             for _ in range(CHUNK):
                 self._step()
             return
-        if self._graph is None:
-            self._capture()
-        assert self._graph is not None
+        if self._replay is None:
+            self._replay = self._capture()
         for _ in range(CHUNK):
-            self._graph.replay()
+            self._replay()
 
-    def _capture(self) -> None:
-        """Warm up and record; what the warm-up did to the rows is undone."""
+    def _capture(self) -> Callable[[], None]:
+        """Warm up and record: what runs one step. What the warm-up did to the rows is undone.
+
+        Where our kernel fails, torch's attention is taken; where recording fails, steps run unrecorded.
+        """
         state = (self.current, self.pos, self.index, self.done, self.out, self.column)
         saved = [x.clone() for x in state]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(3):
+            try:
+                self._step()
+            except Exception as error:
+                if not self._kernel:
+                    raise
+                say("generate", f"the attention kernel failed ({type(error).__name__}: {str(error)[:400]})")
+                self._kernel = False
+            for _ in range(2):
                 self._step()
         torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step()
+        run: Callable[[], None] = self._step
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._step()
+            run = graph.replay
+        except Exception as error:
+            say("generate", f"recording a step failed ({type(error).__name__}: {str(error)[:400]})")
         for x, value in zip(state, saved, strict=True):
             x.copy_(value)
-        self._graph = graph
+        return run
 
 
 @dataclass
