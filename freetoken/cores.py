@@ -13,7 +13,9 @@ import psutil
 __all__ = [
     "cpu_name",
     "cpu_quota",
+    "cpus_beside",
     "last_level_cache_bytes",
+    "memory_nodes",
     "numa_nodes",
     "physical_cores",
     "physical_cpus",
@@ -65,6 +67,21 @@ def numa_nodes() -> list[list[int]]:
     files = sorted(_NODES.glob("node[0-9]*/cpulist"), key=lambda file: int(file.parent.name.removeprefix("node")))
     nodes = [sorted(usable & _cpu_list(_read(file) or "")) for file in files]
     return [cpus for cpus in nodes if cpus] or [sorted(usable)]
+
+
+def cpus_beside(cpu: int) -> list[int]:
+    """CPUs of the memory node that a CPU belongs to, as `numa_nodes` has them."""
+    usable = physical_cpus()
+    for file in _NODES.glob("node[0-9]*/cpulist"):
+        node = _cpu_list(_read(file) or "")
+        if cpu in node and node & set(usable):
+            return sorted(node & set(usable))
+    return usable
+
+
+def memory_nodes() -> list[int]:
+    """Numbers of the nodes that have memory; [0] where the system does not tell."""
+    return sorted(_cpu_list(_read(_NODES / "has_memory") or "")) or [0]
 
 
 def last_level_cache_bytes() -> int:

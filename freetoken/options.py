@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["EngineOptions", "ModelOptions", "ServerOptions"]
+__all__ = ["NUMA_STRATEGIES", "EngineOptions", "ModelOptions", "ServerOptions"]
+
+NUMA_STRATEGIES = ("distribute", "isolate", "numactl")
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class EngineOptions:
     """Layers on the GPU, -1 for as many as are useful, -2 for all."""
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
+    numa: str | None = None
+    """With several memory nodes: one of NUMA_STRATEGIES; None leaves placement to the system."""
     n_planes: int = 2
     """int8 planes of a quantised activation: 2 (16 bits) or 1 (8 bits, llama.cpp's precision)."""
 

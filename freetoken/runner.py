@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from freetoken import arch, native
+from freetoken import arch, native, numa
 from freetoken.batch import Batch, Stopped
 from freetoken.cpu.decode import Decoder
 from freetoken.errors import OptionError
@@ -61,6 +61,8 @@ class Runner:
                 f"cache types {options.cache_type_k} for keys and {options.cache_type_v} for values: give the same "
                 "type for both"
             )
+        self._file, self._numa = file, options.numa
+        cpus = numa.place(options.numa)  # before weights are read
         self.n_ctx = n_ctx or options.n_ctx or spec.n_ctx_train
         self.n_threads = options.n_threads or native.physical_cores()
         self.n_threads_batch = options.n_threads_batch or self.n_threads
@@ -71,9 +73,9 @@ class Runner:
         capacity = n_pages * n_sequences if options.n_parallel > 0 else n_pages + n_spare
         shapes = [KVShape(n_kv, spec.head_dim_k, spec.head_dim_v) for n_kv in spec.n_kv]
         self.cache = KVCache(shapes, capacity, options.cache_type_k)
-        self._pool = _pool(self.n_threads)
+        self._pool = _pool(self.n_threads, cpus)
         is_same = self.n_threads_batch == self.n_threads
-        self._pool_batch = self._pool if is_same else _pool(self.n_threads_batch)
+        self._pool_batch = self._pool if is_same else _pool(self.n_threads_batch, cpus)
         self._decoder = Decoder(self._pool, self._model, self.cache, n_pages, options.n_planes)
         self._prefill: LongPass | None = None
 
@@ -88,6 +90,7 @@ class Runner:
             self.decode([sequence], [0])
         finally:
             sequence.release()
+        numa.tell_places(self._numa, [shard.mapping for shard in self._file.shards])
 
     def prefill(
         self,
@@ -172,8 +175,11 @@ def import_prefill() -> Callable[..., LongPass]:
     return Prefill
 
 
-def _pool(n_threads: int) -> native.Pool:
-    """A pool pinned to physical cores where there is one for each thread and no quota moves us about."""
+def _pool(n_threads: int, cpus: ListOf[int] | None) -> native.Pool:
+    """A pool pinned to the CPUs that `--numa` chose, over and over where they are fewer than threads; else to physical
+    cores, where there is one for each thread and no quota moves us about."""
+    if cpus is not None:
+        return native.Pool(n_threads, [cpus[i % len(cpus)] for i in range(n_threads)])
     cpus = native.physical_cpus()
     is_pinned = n_threads <= len(cpus) and native.cpu_quota() is None
     return native.Pool(n_threads, cpus[:n_threads] if is_pinned else None)

@@ -84,6 +84,7 @@ ENGINE = [
     (["-ctk", "f32"], "cache_type_k", "f32"),
     (["-ctv", "f16"], "cache_type_v", "f16"),
     (["--cpu-planes", "1"], "n_planes", 1),
+    (["--numa", "distribute"], "numa", "distribute"),
     (["-c", "1", "-c", "2"], "n_ctx", 2),
 ]
 
@@ -231,6 +232,7 @@ def test_b62_values_may_look_like_flags() -> None:
         (["--repeat-penalty", "0"], ["--repeat-penalty", "above 0"]),
         (["--mirostat", "3"], ["--mirostat"]),
         (["--cpu-planes", "3"], ["--cpu-planes"]),
+        (["--numa", "spread"], ["--numa", "distribute, isolate, numactl"]),
         (["--chat-template-kwargs", "[1]"], ["--chat-template-kwargs", "JSON object"]),
         (["file.gguf"], ["file.gguf"]),
         (["-m", ""], ["-m/--model", "empty"]),

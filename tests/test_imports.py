@@ -13,7 +13,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "freetoken"
 ROWS = [
     ["__init__", "errors"],
-    ["options", "cores"],
+    ["options", "cores", "numa"],
     ["quants", "gguf"],
     ["spec", "tokenizer", "chat", "stops"],
     ["request", "batch"],

@@ -6,6 +6,9 @@ are in test_ops.py.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -147,6 +150,41 @@ def test_long_rows(pool: Pool, variant: str, type_id: int, n_blocks: int) -> Non
     w, x = tame_weights(type_id, 5, n_blocks, rng), rng.standard_normal((1, n_blocks * width)).astype(f32)
     expected = reference.product(w, reference.quantize(x[0], width), type_id)
     assert_same_bits(run_product(pool, type_id, w, x, 2)[0], expected)
+
+
+@types
+def test_every_tail_of_a_row(pool: Pool, variant: str, type_id: int) -> None:
+    rng = np.random.default_rng(type_id)
+    width = reference.TYPE_CLASS[type_id]
+    for n_blocks in range(1, 17):
+        w, x = tame_weights(type_id, 19, n_blocks, rng), rng.standard_normal((3, n_blocks * width)).astype(f32)
+        expected = np.stack([reference.product(w, reference.quantize(row, width), type_id) for row in x])
+        assert_same_bits(run_product(pool, type_id, w, x, 2), expected)
+        assert_same_bits(run_product(pool, type_id, w, x[:1], 2), expected[:1])
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs mprotect")
+@types
+def test_nothing_is_read_beside_the_weights(pool: Pool, variant: str, type_id: int) -> None:
+    """Rows that begin or end where the next page must not be read: a kernel that does is killed."""
+    rng = np.random.default_rng(type_id)
+    width, protect = reference.TYPE_CLASS[type_id], ctypes.CDLL(None).mprotect
+    with mmap.mmap(-1, 4 * mmap.PAGESIZE) as pages:
+        memory = np.frombuffer(pages, np.uint8)
+        for page in (0, 3):
+            address = ctypes.c_void_p(memory.ctypes.data + page * mmap.PAGESIZE)
+            assert protect(address, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+        inside = memory[mmap.PAGESIZE : 3 * mmap.PAGESIZE]
+        for rows, n_blocks in ((1, 1), (3, 3), (2, 8), (5, 9), (1, 17)):
+            w, x = tame_weights(type_id, rows, n_blocks, rng), rng.standard_normal((2, n_blocks * width)).astype(f32)
+            if w.size > inside.size:
+                continue
+            for place in (inside[: w.size], inside[inside.size - w.size :]):
+                place[:] = w.ravel()
+                for n in (1, 2):
+                    found = run_product(pool, type_id, place.reshape(w.shape), x[:n], 2)
+                    assert_same_bits(found, run_product(pool, type_id, w, x[:n], 2))
+        del memory, inside, place
 
 
 @types

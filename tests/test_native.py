@@ -177,6 +177,7 @@ BAD: list[tuple[int, str, int, Any]] = [  # operation, field, index, value
     (native.OP_ROUTER, "i", 2, 3),
     (native.OP_EXPERTS, "i", 1, 5),
     (native.OP_EXPERTS, "i", 2, 33),
+    (native.OP_EXPERTS, "i", 3, (1 << 20) + 32),
     (native.OP_EXPERTS, "i", 5, Type.Q4_K),
     (native.OP_EXPERTS, "i", 10, 2),
     (native.OP_EXPERTS, "i", 11, 0),

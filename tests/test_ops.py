@@ -26,14 +26,14 @@ SCALE_OFFSETS = {
 
 def variants() -> list[str]:
     names = []
-    for name in ("portable", "avx2", native.variant()):
+    for name in native.VARIANTS[1:]:
         try:
             native.set_variant(name)
         except native.EngineError:
             continue
         names.append(name)
     native.set_variant("auto")
-    return list(dict.fromkeys(names))
+    return names
 
 
 @pytest.fixture(scope="module")
@@ -375,6 +375,32 @@ def test_router_gives_valid_ids_for_nan(pools: list[Pool]) -> None:
     assert ids[0].tolist() == [0, 1, 2, 3] and np.isnan(chosen).all()
 
 
+def add_experts(
+    program: Program,
+    x: F32,
+    ids: np.ndarray,
+    merge: F32,
+    banks: tuple[np.ndarray, np.ndarray, np.ndarray],
+    types: tuple[int, int, int],
+    *,
+    ff: int,
+    activation: int = 0,
+    planes: int = 2,
+) -> F32:
+    """Record the experts' operation; banks are uint8 [n_expert * rows, row_bytes]. Returns y [n, d]."""
+    (n, d), k = x.shape, ids.shape[1]
+    acts = [add_quantize(program, x, type_id, planes) for type_id in types[:2]]
+    rows, y = np.zeros((n, k, d), f32), np.full((n, d), np.nan, f32)
+    scratch = native.aligned(native.experts_scratch_bytes(n, k, d, ff, program.n_threads))
+    program.add(
+        native.OP_EXPERTS,
+        n,
+        p=(x, ids, merge, *banks, rows, y, scratch, *(None if act is x else act for act in acts)),
+        i=(len(banks[2]) // d, k, d, ff, *types, *(bank.shape[1] for bank in banks), activation, planes),
+    )
+    return y
+
+
 @pytest.mark.parametrize(
     ("n", "types", "activation", "planes"),
     [
@@ -407,17 +433,41 @@ def test_experts(pools: list[Pool], n: int, types: tuple[int, int, int], activat
         merged.append(reference.experts(x[t], ids[t][chosen].tolist(), merge[t][chosen], matrices, act)[1])
 
     def record(program: Program) -> F32:
-        act_gate, act_up = (add_quantize(program, x, type_id, planes) for type_id in types[:2])
-        pointers = [None if act is x else act for act in (act_gate, act_up)]
-        rows, y = np.zeros((n, k, d), f32), np.zeros((n, d), f32)
-        scratch = native.aligned(native.experts_scratch_bytes(n, k, d, ff, program.n_threads))
-        strides = [banks[name].shape[1] for name in shapes]
-        program.add(
-            native.OP_EXPERTS,
-            n,
-            p=(x, ids, merge, banks["gate"], banks["up"], banks["down"], rows, y, scratch, *pointers),
-            i=(n_expert, k, d, ff, *types, *strides, activation, planes),
-        )
-        return y
+        bank = banks["gate"], banks["up"], banks["down"]
+        return add_experts(program, x, ids, merge, bank, types, ff=ff, activation=activation, planes=planes)
 
     check(pools, record, np.stack(merged))
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "n_expert", "d", "ff", "type_id"),
+    [
+        (1, 8, 16, 1024, 128, Type.Q8_0),
+        (8, 4, 5, 544, 96, Type.Q8_0),  # groups of several pairs
+        (2, 1, 2, 200, 24, Type.F32),  # no multiple of a claim's rows
+        (1, 2, 2, 3, 5, Type.F32),  # fewer rows than threads
+        (3, 2, 4, 512, 256, Type.IQ1_S),  # rows are decoded into each thread's scratch
+    ],
+)
+def test_experts_on_many_threads(n: int, k: int, n_expert: int, d: int, ff: int, type_id: Type) -> None:
+    assert native.can_decode(type_id)
+    shapes = ((ff, d), (ff, d), (d, ff))
+    gate, up, down = (weights(type_id, n_expert * rows, cols) for rows, cols in shapes)
+    steps = []
+    for _ in range(8):
+        ids = np.stack([RNG.permutation(n_expert)[:k] for _ in range(n)]).astype(np.int32)
+        steps.append((normal(n, d), ids, np.abs(normal(n, k))))
+    steps[3][1][:] = -1  # nothing is routed
+    steps[5][1][0] = n_expert - 1  # one expert in every rank
+    outputs = []
+    for n_threads in (1, 2, 5, 16):
+        with Pool(n_threads) as pool:
+            program = Program(pool)
+            ys = [add_experts(program, *step, (gate, up, down), (type_id,) * 3, ff=ff) for step in steps]
+            for _ in range(10 if n_threads < 16 else 3):
+                for y in ys:
+                    y[:] = np.nan
+                program.run()
+                outputs.append(np.stack(ys))
+    assert (outputs[0][3] == 0).all() and np.isfinite(outputs[0]).all()
+    assert all(np.array_equal(outputs[0].view(np.uint32), found.view(np.uint32)) for found in outputs[1:])

@@ -23,13 +23,12 @@ BOUND = 5e-5
 """Largest error as a share of sum |w x|. Measured: up to 3e-5 with int16 activations, 2e-7 by torch."""
 FLOATS_AND_RARE = (Type.F32, Type.F16, Type.BF16, Type.IQ2_XXS, Type.IQ3_S)
 TYPES = (*(Type(t) for t in sorted(reference.TYPE_CLASS)), *FLOATS_AND_RARE)
-VARIANTS = ("portable", "avx2", "avx512vnni")
 
 
 def variants() -> list[str]:
     """The sets of kernels of this processor."""
     names = []
-    for name in VARIANTS:
+    for name in native.VARIANTS[1:]:
         try:
             native.set_variant(name)
         except EngineError:

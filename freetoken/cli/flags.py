@@ -19,7 +19,7 @@ from typing import Any
 from freetoken.cli.default_model import default_model
 from freetoken.cli.parser import Parser
 from freetoken.errors import OptionError
-from freetoken.options import EngineOptions, ModelOptions, ServerOptions
+from freetoken.options import NUMA_STRATEGIES, EngineOptions, ModelOptions, ServerOptions
 from freetoken.request import SamplingParams
 from freetoken.server.sampler_names import samplers_by_letter, samplers_by_name
 
@@ -97,6 +97,14 @@ def cache_type(text: str) -> str:
     """A type of the KV cache that we have."""
     if text not in _CACHE_TYPES:
         raise argparse.ArgumentTypeError(f"{text!r} is not supported: this server keeps its cache as f16 or f32")
+    return text
+
+
+def numa_strategy(text: str) -> str:
+    """A strategy for several memory nodes; empty text is the first one."""
+    text = text or NUMA_STRATEGIES[0]
+    if text not in NUMA_STRATEGIES:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(NUMA_STRATEGIES)}")
     return text
 
 
@@ -193,6 +201,14 @@ ENGINE = (
     Flag(("-ub", "--ubatch-size"), "n_ubatch", "tokens of one prefill chunk", whole(1), env="LLAMA_ARG_UBATCH"),
     Flag(("-t", "--threads"), "n_threads", "threads of generation, -1 decides", count_or_auto, env="LLAMA_ARG_THREADS"),
     Flag(("-tb", "--threads-batch"), "n_threads_batch", "threads of prefill (default: as -t)", count_or_auto),
+    Flag(
+        ("--numa",),
+        "numa",
+        "of several memory nodes: distribute threads and memory over all, isolate to this one, or numactl's CPUs",
+        numa_strategy,
+        "TYPE",
+        "LLAMA_ARG_NUMA",
+    ),
     Flag(
         ("-ngl", "--gpu-layers", "--n-gpu-layers"),
         "n_gpu_layers",

@@ -24,7 +24,9 @@ extern "C" {
 /* --- library ------------------------------------------------------------------------------------------------ */
 FT_API int ft_abi_version(void);
 FT_API int ft_op_bytes(void);                         /* sizeof(ft_op), checked by the binding */
-FT_API const char *ft_variant(void);                  /* kernels in use: "avx512vbmi", "avx512vnni", "avx2", "portable" */
+FT_API const char *ft_variant(void);                  /* kernels in use, the first of these that the CPU can run:
+                                                         "avx512vbmi", "avx512vnni", "avxvnni", "avx512", "avx2",
+                                                         "portable" */
 FT_API int ft_set_variant(const char *name);          /* force one ("auto" restores); -1: unknown or not on this CPU */
 FT_API const char *ft_cpu_features(void);             /* "avx2 f16c avx512f ..." as read from the CPU */
 
@@ -116,7 +118,8 @@ enum {
 
 /* Run n_ops operations; 0, or -1-index of the first operation that is malformed (nothing has run then), or -1-n_ops
  * where memory for the threads' scratch is short. Malformed: null pointers, sizes that cannot be, n outside 1..8, a type
- * without decoder, tokens or positions past their tables, activation or experts scratch not 64-aligned, k above 64.
+ * without decoder, tokens or positions past their tables, activation or experts scratch not 64-aligned, k above 64, an
+ * expert with more than 2^20 rows.
  * Calls on one pool take turns; the caller's floating-point mode is set to the default meanwhile. */
 FT_API int ft_run(ft_pool *pool, const ft_op *ops, int n_ops);
 

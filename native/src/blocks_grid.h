@@ -78,7 +78,7 @@ struct FormGrid {
       const uint32_t signs = signs_of(b, j);
       for (int i = 0; i < 32; ++i) {
         const Word word = table()[code_of(b, (32 * j + i) / kWidth)];
-        const int magnitude = int((word >> (8 * (i % kWidth))) & 255) - kGridBias;
+        const int magnitude = int((word >> (8 * (i % kWidth))) & 255);
         n[32 * j + i] = int8_t((signs >> i) & 1 ? -magnitude : magnitude);
       }
     }

@@ -25,11 +25,16 @@ enum Type {
 
 // --- quantised activations ------------------------------------------------------------------------------------
 // A buffer of n tokens is n times act_token_bytes(cls, n_cols), token after token, 64-aligned. One token:
-//   class 32:  [block][hi 32 | lo 32] int8; then dx[], then sx[], fp32, padded with zeros to a multiple of 8 blocks.
-//   class 256: [block] Act256; then dx[], fp32, padded alike.
-// With one plane lo and its sums are zero.
+//   class 32:  [eight blocks] Act32; then dx[], sx[], fp32, and the negated sums -A[], int32.
+//   class 256: [block] Act256; then dx[], fp32.
+// All of it is padded with zeros to a multiple of 8 blocks (but Act256). With one plane lo and its sums are zero.
+
+// Eight blocks side by side: place [j][b] holds values 4j .. 4j + 3 of block b, so that a lane of 32 bits is a block.
+// Where products of bytes may saturate (AVX2 without VNNI) there are also the values `a` themselves, the even ones of
+// each four ([j][0]) and the odd ones ([j][1]); other variants leave `words` unwritten.
 struct Act32 {
-  int8_t hi[32], lo[32];
+  int8_t hi[8][8][4], lo[8][8][4];
+  int16_t words[8][2][8][2];
 };
 struct Act256 {
   int8_t hi[256], lo[256];
@@ -39,18 +44,21 @@ struct Act256 {
   int32_t total[2];      // of each plane
   int8_t pad[16];
 };
-static_assert(sizeof(Act32) == 64 && sizeof(Act256) == 704, "layout of activations");
+static_assert(sizeof(Act32) == 1024 && sizeof(Act256) == 704, "layout of activations");
 
 // Even groups, then odd ones: a group of 32 values takes one place of each half of a vector.
 static inline int group_place(int j) { return (j & 1) * 8 + (j >> 1); }
 
 static inline int64_t pad8(int64_t n) { return (n + 7) & ~int64_t(7); }
 
+// Bytes of a token's planes: dx[] begins behind them.
+static inline int64_t act_planes_bytes(int cls, int64_t nb) {
+  return cls == 32 ? pad8(nb) / 8 * int64_t(sizeof(Act32)) : nb * int64_t(sizeof(Act256));
+}
+
 static inline int64_t act_token_bytes(int cls, int64_t n_cols) {
-  const int64_t nb = n_cols / cls;
-  const int64_t block = cls == 32 ? int64_t(sizeof(Act32)) : int64_t(sizeof(Act256));
-  const int64_t scales = (cls == 32 ? 2 : 1) * 4 * pad8(nb);
-  return (nb * block + scales + 63) & ~int64_t(63);
+  const int64_t nb = n_cols / cls, scales = (cls == 32 ? 3 : 1) * 4 * pad8(nb);
+  return (act_planes_bytes(cls, nb) + scales + 63) & ~int64_t(63);
 }
 
 // --- activations of many tokens -------------------------------------------------------------------------------
@@ -143,7 +151,9 @@ void matvec(int type, const uint8_t *w, int64_t row_bytes, int64_t n_cols, int64
 // Tables, one a translation unit. Null where the CPU or compiler lacks the instructions.
 const Kernels *kernels_portable();
 const Kernels *kernels_avx2();
+const Kernels *kernels_avxvnni();
 const Kernels *kernels_avx512();
+const Kernels *kernels_avx512vnni();
 const Kernels *kernels_avx512vbmi();
 
 }  // namespace ft

@@ -1,5 +1,5 @@
-// kernels_avx512.cpp - AVX-512 with VNNI (compiled with those flags; called only where the CPU has them).
-#ifdef __AVX512VNNI__
+// kernels_avx512.cpp - AVX-512 without VNNI: the first processors that had it (compiled with those flags; called only where the CPU has them).
+#ifdef __AVX512BW__
 #include "kernels_x86.h"
 #else
 #include "kernels.h"
@@ -8,8 +8,8 @@
 namespace ft {
 
 const Kernels *kernels_avx512() {
-#ifdef __AVX512VNNI__
-  static const Kernels table = x86_table("avx512vnni");
+#ifdef __AVX512BW__
+  static const Kernels table = x86_table("avx512");
   return &table;
 #else
   return nullptr;

@@ -1,4 +1,4 @@
-// kernels_avx512vbmi.cpp - as kernels_avx512.cpp, with byte permutations of whole registers (VBMI).
+// kernels_avx512vbmi.cpp - as kernels_avx512vnni.cpp, with byte permutations of whole registers (VBMI).
 #ifdef __AVX512VBMI__
 #include "kernels_x86.h"
 #else

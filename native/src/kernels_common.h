@@ -53,19 +53,63 @@ inline int32_t plane_sum(const int8_t *p, int n) {
 }
 
 inline const float *act_scales(const void *act, int cls, int64_t nb) {
-  return reinterpret_cast<const float *>(static_cast<const uint8_t *>(act) +
-                                         nb * (cls == 32 ? sizeof(Act32) : sizeof(Act256)));
+  return reinterpret_cast<const float *>(static_cast<const uint8_t *>(act) + act_planes_bytes(cls, nb));
 }
 
-// dx and, for class 32, sx behind it.
 inline float *act_scales(void *act, int cls, int64_t nb) {
   return const_cast<float *>(act_scales(static_cast<const void *>(act), cls, nb));
 }
 
-inline void quantize_32(const float *x, int planes, Act32 &a, float *dx, float *sx) {
-  *dx = quantize_block<32>(x, planes, a.hi, a.lo);
-  const int32_t hi = plane_sum(a.hi, 32), lo = plane_sum(a.lo, 32);
-  *sx = *dx * float(planes == 2 ? 256 * hi + lo : hi);
+// What a token of class 32 has beside its planes.
+struct Scales32 {
+  const float *dx, *sx;
+  const int32_t *negated;
+  Scales32(const void *act, int64_t nb)
+      : dx(act_scales(act, 32, nb)), sx(dx + pad8(nb)), negated(reinterpret_cast<const int32_t *>(sx + pad8(nb))) {}
+};
+
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+constexpr bool kActWords = true;
+#else
+constexpr bool kActWords = false;
+#endif
+
+inline void put_block(const int8_t *hi, const int8_t *lo, int planes, Act32 &a, int64_t b) {
+  for (int j = 0; j < 8; ++j) {
+    std::memcpy(a.hi[j][b], hi + 4 * j, 4);
+    std::memcpy(a.lo[j][b], lo + 4 * j, 4);
+  }
+  if (!kActWords) return;
+  const int unit = planes == 2 ? 256 : 1;
+  int16_t even[16], odd[16];
+  for (int i = 0; i < 16; ++i) even[i] = int16_t(unit * hi[2 * i] + lo[2 * i]);
+  for (int i = 0; i < 16; ++i) odd[i] = int16_t(unit * hi[2 * i + 1] + lo[2 * i + 1]);
+  for (int j = 0; j < 8; ++j) {
+    std::memcpy(a.words[j][0][b], even + 2 * j, 4);
+    std::memcpy(a.words[j][1][b], odd + 2 * j, 4);
+  }
+}
+
+inline void quantize_rows_32(const float *x, int64_t nb, int planes, void *act_token, int64_t block0, int64_t block1) {
+  auto *groups = static_cast<Act32 *>(act_token);
+  const int64_t padded = pad8(nb);
+  float *dx = act_scales(act_token, 32, nb), *sx = dx + padded;
+  auto *negated = reinterpret_cast<int32_t *>(sx + padded);
+  int8_t hi[32], lo[32];
+  for (int64_t b = block0; b < block1; ++b) {
+    dx[b] = quantize_block<32>(x + 32 * b, planes, hi, lo);
+    put_block(hi, lo, planes, groups[b / 8], b % 8);
+    const int32_t sum = planes == 2 ? 256 * plane_sum(hi, 32) + plane_sum(lo, 32) : plane_sum(hi, 32);
+    sx[b] = dx[b] * float(sum);
+    negated[b] = -sum;
+  }
+  if (block1 != nb) return;
+  std::memset(hi, 0, sizeof(hi));
+  for (int64_t b = nb; b < padded; ++b) {
+    put_block(hi, hi, planes, groups[b / 8], b % 8);
+    dx[b] = sx[b] = 0;
+    negated[b] = 0;
+  }
 }
 
 // The sum of a, from those of its planes, as three signed digits to base 256, `step` bytes apart, the lowest first.
@@ -101,20 +145,14 @@ inline void quantize_256(const float *x, int planes, Act256 &a, float *dx) {
 
 inline void quantize(const float *x, int cls, int64_t n_cols, int planes, void *act_token, int64_t block0,
                      int64_t block1) {
-  const int64_t nb = n_cols / cls, padded = pad8(nb);
-  float *dx = act_scales(act_token, cls, nb), *sx = dx + padded;
+  const int64_t nb = n_cols / cls;
+  if (cls == 32) return quantize_rows_32(x, nb, planes, act_token, block0, block1);
+  float *dx = act_scales(act_token, 256, nb);
   for (int64_t b = block0; b < block1; ++b) {
-    if (cls == 32) {
-      quantize_32(x + 32 * b, planes, static_cast<Act32 *>(act_token)[b], dx + b, sx + b);
-    } else {
-      quantize_256(x + 256 * b, planes, static_cast<Act256 *>(act_token)[b], dx + b);
-    }
+    quantize_256(x + 256 * b, planes, static_cast<Act256 *>(act_token)[b], dx + b);
   }
   if (block1 == nb) {
-    for (int64_t b = nb; b < padded; ++b) {
-      dx[b] = 0;
-      if (cls == 32) sx[b] = 0;
-    }
+    for (int64_t b = nb; b < pad8(nb); ++b) dx[b] = 0;
   }
 }
 
@@ -126,19 +164,26 @@ inline int32_t dot_i8(const int8_t *a, const int8_t *b, int n) {
   return sum;
 }
 
+// The product of a block's integers with block `b` of a plane of Act32.
+inline int32_t dot_block(const int8_t *n, const int8_t (*plane)[8][4], int b) {
+  int32_t sum = 0;
+  for (int j = 0; j < 8; ++j) sum += dot_i8(n + 4 * j, plane[j][b], 4);
+  return sum;
+}
+
 template <class Form>
 inline float row_32(const uint8_t *row, const void *act, int64_t nb, int planes) {
   const auto *w = reinterpret_cast<const typename Form::Block *>(row);
   const auto *a = static_cast<const Act32 *>(act);
-  const float *dx = act_scales(act, 32, nb), *sx = dx + pad8(nb);
+  const Scales32 s(act, nb);
   float lanes[8] = {};
   for (int64_t b = 0; b < nb; ++b) {
     int8_t n[32];
     Form::integers(w[b], n);
-    int32_t sum = dot_i8(n, a[b].hi, 32);
-    if (planes == 2) sum = 256 * sum + dot_i8(n, a[b].lo, 32);
-    float term = (Form::d(w[b]) * dx[b]) * float(sum);
-    if (Form::kHasMin) term = term + Form::m(w[b]) * sx[b];
+    int32_t sum = dot_block(n, a[b / 8].hi, b & 7);
+    if (planes == 2) sum = 256 * sum + dot_block(n, a[b / 8].lo, b & 7);
+    float term = (Form::d(w[b]) * s.dx[b]) * float(sum);
+    if (Form::kHasMin) term = term + Form::m(w[b]) * s.sx[b];
     lanes[b & 7] += term;
   }
   return tree8(lanes);

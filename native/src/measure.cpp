@@ -59,10 +59,8 @@ struct Rows {
 
 void call_rows(Worker &worker, const void *context) {
   const auto &rows = *static_cast<const Rows *>(context);
-  const int64_t per_claim = rows_per_claim(rows.n_rows, worker.n_threads());
-  share_items(worker, div_up(rows.n_rows, per_claim), kMaxSize, [&](int64_t item) {
-    const int64_t end = std::min((item + 1) * per_claim, rows.n_rows);
-    for (int64_t r = item * per_claim; r < end; ++r) {
+  share_rows(worker, rows.n_rows, rows.row_bytes, rows.w, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
       rows.dot(rows.n_cols, rows.y + r, 0, rows.w + r * rows.row_bytes, 0, rows.act, 0, 1);
     }
   });

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "cuts.h"
 #include "freetoken.h"
 #include "pool.h"
 
@@ -42,6 +43,7 @@ inline bool is_aligned(const void *p) { return reinterpret_cast<uintptr_t>(p) % 
 // --- sharing out ----------------------------------------------------------------------------------------------
 // Below this many elements one thread does the work at once: the others would only fetch its cache lines.
 constexpr int64_t kSerialElements = 1024;
+constexpr int64_t kSerialBytes = 1024;  // of weights, likewise
 
 inline int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -56,11 +58,36 @@ void share_items(Worker &worker, int64_t n_items, int64_t elements, Body body) {
   for (int64_t item = worker.claim(n_items); item >= 0; item = worker.claim(n_items)) body(item);
 }
 
-// Rows of one claim: a few claims a thread so that a late thread is made up for, and whole cache lines of output.
-inline int64_t rows_per_claim(int64_t n_rows, int n_threads) {
-  if (n_threads == 1) return n_rows;
-  const int64_t share = div_up(n_rows, int64_t(n_threads) * 6);
-  return std::clamp<int64_t>(div_up(share, 16) * 16, 16, 512);
+constexpr int64_t kStreamBytes = 8192;   // a shorter stream of weights has hardly begun when it ends
+constexpr int64_t kStartBytes = 4096;    // of a stream, which nothing asks for ahead of its first use but this
+constexpr int64_t kFetchBytes = 65536;   // that a waiting thread fetches of what it waits to read
+
+inline int64_t rows_of_stream(int64_t row_bytes) { return div_up(kStreamBytes, row_bytes); }
+
+// Asks for bytes [begin, end) of weights, for the second cache.
+inline void fetch(const uint8_t *p, int64_t begin, int64_t end) {
+  for (int64_t at = begin; at < end; at += 64) __builtin_prefetch(p + at, 0, 2);
+}
+
+// Calls body(begin, end) for ranges that make up all rows, each on one of the threads; the weights of a thread's next
+// range are asked for before it runs one.
+template <typename Body>
+void share_rows(Worker &worker, int64_t n_rows, int64_t row_bytes, const uint8_t *w, Body body) {
+  if (n_rows * row_bytes <= kSerialBytes) {
+    if (worker.index() == 0) body(0, n_rows);
+    return;
+  }
+  const Cuts cuts(n_rows, worker.n_threads(), rows_of_stream(row_bytes));
+  for (int64_t claim = worker.claim(cuts.n_claims()); claim >= 0;) {
+    const int64_t next = worker.claim(cuts.n_claims());
+    if (next >= 0) {
+      const Range ahead = cuts.at(next);
+      fetch(w + ahead.begin * row_bytes, 0, std::min(kStartBytes, (ahead.end - ahead.begin) * row_bytes));
+    }
+    const Range range = cuts.at(claim);
+    body(range.begin, range.end);
+    claim = next;
+  }
 }
 
 template <typename T>

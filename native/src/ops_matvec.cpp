@@ -28,9 +28,7 @@ void run(const ft_op &op, Worker &worker) {
     act[t] = input<uint8_t>(op, 0) + t * act_bytes;
     out[t] = output<float>(op, 2) + t * op.i[6];
   }
-  const int64_t per_claim = rows_per_claim(rows, worker.n_threads());
-  share_items(worker, div_up(rows, per_claim), rows * cols, [&](int64_t item) {
-    const int64_t begin = item * per_claim, end = std::min(begin + per_claim, rows);
+  share_rows(worker, rows, op.i[3], input<uint8_t>(op, 1), [&](int64_t begin, int64_t end) {
     matvec(type, input<uint8_t>(op, 1), op.i[3], cols, begin, end, act, op.n, static_cast<int>(op.i[4]), out,
            worker.scratch());
     if (bias == nullptr) return;

@@ -1,6 +1,7 @@
 // Thread pool: see pool.h. Waiting is spinning with pauses, then yielding, and between jobs at last sleeping.
 #include "pool.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <exception>
@@ -20,13 +21,10 @@ namespace {
 constexpr int kMaxThreads = 1024;
 constexpr int kPausesBeforeYield = 300;  // some 5 us: longer than most waits between threads that really run
 
-// One turn of a waiting loop.
-void relax(int &turns) {
-  if (++turns < kPausesBeforeYield) {
-    pause_hint();
-  } else {
-    std::this_thread::yield();
-  }
+int team_size(int n_threads) {
+  int size = 4;
+  while (size * size < n_threads) ++size;
+  return size;
 }
 
 bool pin_to_cpu(std::thread &thread, int cpu) {
@@ -45,7 +43,17 @@ bool pin_to_cpu(std::thread &thread, int cpu) {
 
 }  // namespace
 
-Pool::Pool(int n_threads, const int *cpus, int spin_us) : n_threads_(n_threads), spin_us_(spin_us) {
+void relax(int &turns) {
+  if (++turns < kPausesBeforeYield) {
+    pause_hint();
+  } else {
+    std::this_thread::yield();
+  }
+}
+
+Pool::Pool(int n_threads, const int *cpus, int spin_us)
+    : n_threads_(n_threads), spin_us_(spin_us), parts_(kParts), team_size_(team_size(n_threads)),
+      n_teams_((n_threads + team_size_ - 1) / team_size_), teams_(static_cast<size_t>(n_teams_)) {
   scratch_.assign(static_cast<size_t>(n_threads), nullptr);
   try {
     for (int index = 1; index < n_threads; ++index) {
@@ -137,16 +145,21 @@ void Worker::barrier() {
   Pool &pool = pool_;
   const int n_pieces = piece_ + 1;
   piece_ = 0;
-  if (pool.n_threads_ == 1) return;  // a single thread claims nothing
-  const uint32_t phase = pool.phase_.load(std::memory_order_relaxed);
-  if (pool.arrived_.fetch_add(1, std::memory_order_acq_rel) == pool.n_threads_ - 1) {
-    pool.arrived_.store(0, std::memory_order_relaxed);
-    for (int i = 0; i < n_pieces; ++i) pool.claims_[i].next.store(0, std::memory_order_relaxed);
-    pool.phase_.store(phase + 1, std::memory_order_release);
-    return;
+  const int t = index_ / pool.team_size_;
+  Pool::Team &team = pool.teams_[static_cast<size_t>(t)];
+  const uint64_t next = phase() + 1;
+  const int members = std::min(pool.team_size_, pool.n_threads_ - t * pool.team_size_);
+  if (team.arrived.fetch_add(1, std::memory_order_acq_rel) == members - 1) {
+    team.arrived.store(0, std::memory_order_relaxed);
+    if (pool.teams_arrived_.fetch_add(1, std::memory_order_acq_rel) == pool.n_teams_ - 1) {
+      pool.teams_arrived_.store(0, std::memory_order_relaxed);
+      for (int i = 0; i < n_pieces; ++i) pool.claims_[i].next.store(0, std::memory_order_relaxed);
+      for (Pool::Team &each : pool.teams_) each.phase.store(next, std::memory_order_release);
+      return;
+    }
   }
   int turns = 0;
-  while (pool.phase_.load(std::memory_order_acquire) == phase) relax(turns);
+  while (team.phase.load(std::memory_order_acquire) != next) relax(turns);
 }
 
 }  // namespace ft

@@ -25,16 +25,27 @@ class Worker {
   int64_t claim(int64_t n_items);
   // Claims are of another piece of work from here on; up to kPieces between two barriers, the same on all threads.
   void next_piece() { ++piece_; }
-  // All threads arrive before any leaves; all counters of claims start again at 0.
+  // Part number i < kParts of the work between two barriers: how much of it is done. The first call finds 0. Returns
+  // the sum with n added; whoever reaches the whole sees what all who added had written.
+  int64_t add_done(int i, int64_t n);
+  void set_ready(int i);       // what this thread wrote is seen by all who find the part ready
+  bool is_ready(int i) const;  // since the last barrier
+  // All threads arrive before any leaves; all counters start again at 0.
   void barrier();
 
  private:
+  uint64_t phase() const;
+
   Pool &pool_;
   int index_;
   int piece_ = 0;
 };
 
 constexpr int kPieces = 8;
+constexpr int kParts = 1024;
+constexpr int kDoneBits = 24;  // of a part's counter; the phase is above, so that an old count is known as such
+
+void relax(int &turns);  // one turn of a waiting loop; turns starts at 0
 
 using Job = void (*)(Worker &worker, const void *context);
 
@@ -79,13 +90,46 @@ class Pool {
     std::atomic<int64_t> next{0};
   };
   Counter claims_[kPieces];
-  alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<uint32_t> phase_{0};
+  struct alignas(64) Part {
+    std::atomic<uint64_t> done{0}, ready{0};
+  };
+  std::vector<Part> parts_;
+
+  // A barrier has two levels: few threads meet on one cache line, and the last of each team on another.
+  struct Team {
+    alignas(64) std::atomic<int> arrived{0};
+    alignas(64) std::atomic<uint64_t> phase{1};
+  };
+  const int team_size_, n_teams_;
+  std::vector<Team> teams_;
+  alignas(64) std::atomic<int> teams_arrived_{0};
 };
 
 inline int Worker::n_threads() const { return pool_.n_threads_; }
 
 inline float *Worker::scratch() const { return pool_.scratch_[static_cast<size_t>(index_)]; }
+
+inline uint64_t Worker::phase() const {
+  return pool_.teams_[static_cast<size_t>(index_ / pool_.team_size_)].phase.load(std::memory_order_relaxed);
+}
+
+inline int64_t Worker::add_done(int i, int64_t n) {
+  std::atomic<uint64_t> &done = pool_.parts_[static_cast<size_t>(i)].done;
+  const uint64_t now = phase() << kDoneBits;
+  uint64_t old = done.load(std::memory_order_relaxed), sum;
+  do {
+    sum = (old >> kDoneBits == now >> kDoneBits ? old : now) + static_cast<uint64_t>(n);
+  } while (!done.compare_exchange_weak(old, sum, std::memory_order_acq_rel, std::memory_order_relaxed));
+  return static_cast<int64_t>(sum - now);
+}
+
+inline void Worker::set_ready(int i) {
+  pool_.parts_[static_cast<size_t>(i)].ready.store(phase(), std::memory_order_release);
+}
+
+inline bool Worker::is_ready(int i) const {
+  return pool_.parts_[static_cast<size_t>(i)].ready.load(std::memory_order_acquire) == phase();
+}
 
 inline int64_t Worker::claim(int64_t n_items) {
   std::atomic<int64_t> &next = pool_.claims_[piece_].next;

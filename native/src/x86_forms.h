@@ -45,17 +45,6 @@ FT_INLINE Factors factors1(const uint8_t *p, int step, int count) {
   return {_mm256_cvtph_ps(d), _mm256_setzero_ps()};
 }
 
-// One byte e each: 2^(e - 128). A zero byte is not a zero factor; lanes from `count` on meet zero sums.
-FT_INLINE Factors factors_e8m0(const uint8_t *p, int step, int count) {
-  uint64_t bytes = 0;
-  for (int i = 0; i < count; ++i) bytes |= uint64_t(p[i * step]) << (8 * i);
-  const I8 e = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(int64_t(bytes)));
-  const I8 normal = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
-  const I8 subnormal = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);
-  const I8 d = _mm256_blendv_epi8(normal, subnormal, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e));
-  return {_mm256_castsi256_ps(d), _mm256_setzero_ps()};
-}
-
 // --- class 32: integers of one block as bytes ---------------------------------------------------------------------
 
 FT_INLINE I8 nibbles16(const uint8_t *qs) {
@@ -76,50 +65,28 @@ FT_INLINE I8 lookup(const int8_t *table, I8 n) {
   return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load16(table)), n);
 }
 
-// kCommon types are also compiled for several tokens at a time.
 struct VecQ4_0 : FormQ4_0 {
-  static constexpr bool kCommon = false;
-  static constexpr bool kSigned = true;
   FT_INLINE static I8 bytes(const Block &b) { return _mm256_sub_epi8(nibbles16(b.qs), _mm256_set1_epi8(8)); }
-  FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors1(p, sizeof(Block), count); }
 };
 struct VecQ4_1 : FormQ4_1 {
-  static constexpr bool kCommon = true;
-  static constexpr bool kSigned = false;
   FT_INLINE static I8 bytes(const Block &b) { return nibbles16(b.qs); }
-  FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors2(p, sizeof(Block), count); }
 };
 struct VecQ5_0 : FormQ5_0 {
-  static constexpr bool kCommon = false;
-  static constexpr bool kSigned = true;
   FT_INLINE static I8 bytes(const Block &b) {
     return _mm256_sub_epi8(_mm256_or_si256(nibbles16(b.qs), fifth_bits(b.qh)), _mm256_set1_epi8(16));
   }
-  FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors1(p, sizeof(Block), count); }
 };
 struct VecQ5_1 : FormQ5_1 {
-  static constexpr bool kCommon = false;
-  static constexpr bool kSigned = false;
   FT_INLINE static I8 bytes(const Block &b) { return _mm256_or_si256(nibbles16(b.qs), fifth_bits(b.qh)); }
-  FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors2(p, sizeof(Block), count); }
 };
 struct VecQ8_0 : FormQ8_0 {
-  static constexpr bool kCommon = true;
-  static constexpr bool kSigned = true;
   FT_INLINE static I8 bytes(const Block &b) { return load(b.qs); }
-  FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors1(p, sizeof(Block), count); }
 };
 struct VecIQ4_NL : FormIQ4_NL {
-  static constexpr bool kCommon = false;
-  static constexpr bool kSigned = true;
   FT_INLINE static I8 bytes(const Block &b) { return lookup(kTableIQ4, nibbles16(b.qs)); }
-  FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors1(p, sizeof(Block), count); }
 };
 struct VecMXFP4 : FormMXFP4 {
-  static constexpr bool kCommon = false;
-  static constexpr bool kSigned = true;
   FT_INLINE static I8 bytes(const Block &b) { return lookup(kTableMXFP4, nibbles16(b.qs)); }
-  FT_INLINE static Factors factors(const uint8_t *p, int count) { return factors_e8m0(p, sizeof(Block), count); }
 };
 
 // --- class 256 ------------------------------------------------------------------------------------------------

@@ -9,31 +9,21 @@
 namespace ft {
 namespace {
 
-// 64 + n of 32 values: `grid` holds 64 + |n|, a set bit of `signs` is a minus.
+// n of 32 values: `grid` holds |n|, a set bit of `signs` is a minus.
 FT_INLINE I8 with_signs(I8 grid, uint32_t signs) {
 #ifdef __AVX512VNNI__
-  return _mm256_mask_sub_epi8(grid, signs, _mm256_set1_epi8(char(2 * kGridBias)), grid);
+  return _mm256_mask_sub_epi8(grid, signs, _mm256_setzero_si256(), grid);
 #else
   const I8 spread = _mm256_shuffle_epi8(
       _mm256_set1_epi32(int(signs)),
       _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303));
   const I8 bit = _mm256_set1_epi64x(int64_t(0x8040201008040201));
   const I8 minus = _mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit);
-  return _mm256_sub_epi8(_mm256_xor_si256(grid, minus), and_bits(minus, 2 * kGridBias - 1));  // 255 - grid - 127
+  return _mm256_sub_epi8(_mm256_xor_si256(grid, minus), minus);
 #endif
 }
 
-// Code words at some places of a table, side by side. With masks a word goes from memory to its lane in one operation;
-// without, loads of one half each are the cheapest.
-#ifdef __AVX512VNNI__
-template <class Index>
-FT_INLINE I8 look_up(const uint64_t *table, const Index *at) {
-  I8 v = _mm256_castsi128_si256(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(table + at[0])));
-  v = _mm256_mask_set1_epi64(v, 2, int64_t(table[at[1]]));
-  v = _mm256_mask_set1_epi64(v, 4, int64_t(table[at[2]]));
-  return _mm256_mask_set1_epi64(v, 8, int64_t(table[at[3]]));
-}
-#else
+// Code words at some places of a table, side by side. Loads of one half each are the cheapest.
 FT_INLINE __m128i two_words(const uint64_t *a, const uint64_t *b) {
   const __m128 low = _mm_castsi128_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(a)));
   return _mm_castps_si128(_mm_loadh_pi(low, reinterpret_cast<const __m64 *>(b)));
@@ -43,7 +33,6 @@ template <class Index>
 FT_INLINE I8 look_up(const uint64_t *table, const Index *at) {
   return _mm256_setr_m128i(two_words(table + at[0], table + at[1]), two_words(table + at[2], table + at[3]));
 }
-#endif
 
 template <class Index>
 FT_INLINE I8 look_up(const uint32_t *table, const Index *at) {
@@ -104,8 +93,8 @@ struct CodesReady {
 
 struct VecGrid {
   static constexpr bool kCommon = false;
-  static constexpr bool kSigned = false;
-  static constexpr int kBias = kGridBias, kPart = 2;
+  static constexpr bool kSigned = true;
+  static constexpr int kBias = 0, kPart = 2;
 };
 
 template <class Vec>

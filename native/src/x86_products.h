@@ -1,4 +1,4 @@
-// x86_products.h - products of quantised rows (docs/numerics.md, section 3) with the vectors of x86_forms.h.
+// x86_products.h - products of rows of class 256 (docs/numerics.md, section 3) with the vectors of x86_forms.h.
 //
 // The blocks of a row are taken eight at a time. Each leaves vectors of partial int32 sums; fold8 turns the eight into
 // one vector of eight block sums, so that lane = block index mod 8, as lanes8 wants it. NT activations share one
@@ -13,22 +13,6 @@
 namespace ft {
 namespace {
 
-// --- class 32 ---------------------------------------------------------------------------------------------------
-
-// The partial sums of one block. Signed integers move their sign to the planes, which hold no -128.
-template <class Vec, int kPlanes>
-FT_INLINE I8 block_sums(I8 n, const Act32 &a) {
-  I8 hi = load(a.hi), lo = _mm256_setzero_si256();
-  if (kPlanes == 2) lo = load(a.lo);
-  I8 u = n;
-  if (Vec::kSigned) {
-    u = _mm256_abs_epi8(n);
-    hi = _mm256_sign_epi8(hi, n);
-    if (kPlanes == 2) lo = _mm256_sign_epi8(lo, n);
-  }
-  return kPlanes == 2 ? dot_planes(u, hi, lo) : dot_plane(u, hi);
-}
-
 // Where a group of eight blocks stands: its weights, how many blocks there are, and the activations that they meet.
 template <class Act, int NT>
 struct Group {
@@ -36,38 +20,13 @@ struct Group {
   int count;
   int64_t first, nb;      // the first block's place in the row; places wrap at nb
   const Act *act[NT];
-  const float *dx[NT], *sx[NT];  // of the eight places from `first` on
+  const float *dx[NT];    // of the eight places from `first` on
 };
 
 // What is known of a group when it is compiled: eight blocks of one row, eight across the end of a row, or fewer.
 enum Shape { kStraight, kWrapping, kPartial };
 
-// Terms of a group, one a lane; lanes from `count` on give +0.
-template <class Vec, int NT, int kPlanes, Shape kShape>
-FT_INLINE void terms_32(const Group<Act32, NT> &g, F8 *terms) {
-  using Block = typename Vec::Block;
-  const int count = kShape == kPartial ? g.count : 8;
-  prefetch<8 * sizeof(Block)>(g.w);
-  I8 v[NT][8];
-  int64_t place = g.first;
-#pragma GCC unroll 8
-  for (int i = 0; i < count; ++i) {
-    const I8 n = Vec::bytes(reinterpret_cast<const Block *>(g.w)[i]);
-#pragma GCC unroll 4
-    for (int t = 0; t < NT; ++t) v[t][i] = block_sums<Vec, kPlanes>(n, g.act[t][place]);
-    ++place;
-    if (kShape != kStraight && place == g.nb) place = 0;
-  }
-  const Factors f = Vec::factors(g.w, count);
-  for (int t = 0; t < NT; ++t) {
-    for (int i = count; i < 8; ++i) v[t][i] = _mm256_setzero_si256();
-    const F8 s = _mm256_cvtepi32_ps(fold8(v[t]));
-    terms[t] = _mm256_mul_ps(_mm256_mul_ps(f.d, _mm256_loadu_ps(g.dx[t])), s);
-    if (Vec::kHasMin) terms[t] = _mm256_add_ps(terms[t], _mm256_mul_ps(f.m, _mm256_loadu_ps(g.sx[t])));
-  }
-}
-
-// --- class 256 --------------------------------------------------------------------------------------------------
+// --- a group's terms ----------------------------------------------------------------------------------------------
 
 // Partial sums of one block: the two planes, and M of the types with minimums.
 struct Sums {
@@ -187,16 +146,14 @@ struct Matrix {
 };
 
 template <class Vec, int NT, int kPlanes, Shape kShape>
-FT_INLINE void terms_of(const Group<Act32, NT> &g, F8 *terms) {
-  terms_32<Vec, NT, kPlanes, kShape>(g, terms);
-}
-template <class Vec, int NT, int kPlanes, Shape kShape>
 FT_INLINE void terms_of(const Group<Act256, NT> &g, F8 *terms) {
   terms_256<Vec, NT, kPlanes, kShape>(g, terms);
 }
 
 template <class Act>
-constexpr int kClassOf = sizeof(Act) == sizeof(Act32) ? 32 : 256;
+inline const float *scales_behind(const void *act, int64_t nb) {
+  return reinterpret_cast<const float *>(static_cast<const Act *>(act) + nb);
+}
 
 // Row by row: lanes of a group are the lanes of lanes8.
 template <class Vec, class Act, int NT, int kPlanes>
@@ -209,8 +166,7 @@ inline void rows_apart(const Matrix &m, const void *const *act, float *const *ou
     for (int t = 0; t < NT; ++t) {
       sum[t] = _mm256_setzero_ps();
       g.act[t] = static_cast<const Act *>(act[t]);
-      g.dx[t] = act_scales(act[t], kClassOf<Act>, m.nb);
-      g.sx[t] = g.dx[t] + pad8(m.nb);
+      g.dx[t] = scales_behind<Act>(act[t], m.nb);
     }
     for (g.first = 0; g.first < m.nb; g.first += 8) {
       g.count = m.nb - g.first < 8 ? int(m.nb - g.first) : 8;
@@ -223,7 +179,6 @@ inline void rows_apart(const Matrix &m, const void *const *act, float *const *ou
       for (int t = 0; t < NT; ++t) {
         sum[t] = _mm256_add_ps(sum[t], terms[t]);
         g.dx[t] += 8;
-        g.sx[t] += 8;
       }
     }
     for (int t = 0; t < NT; ++t) out[t][r] = tree8(sum[t]);
@@ -243,24 +198,21 @@ FT_INLINE F8 segment(F8 v, int from, int to, int shift) {
 
 // Scales of a token, and again from the start for another eight places.
 template <class Act>
-inline void wrapped_scales(const void *act, int64_t nb, float *dx, float *sx) {
-  const float *from = act_scales(act, kClassOf<Act>, nb);
+inline void wrapped_scales(const void *act, int64_t nb, float *dx) {
+  const float *from = scales_behind<Act>(act, nb);
   std::memcpy(dx, from, size_t(nb) * 4);
   for (int64_t i = nb; i < nb + 8; ++i) dx[i] = dx[i - nb];
-  if (kClassOf<Act> != 32) return;
-  std::memcpy(sx, from + pad8(nb), size_t(nb) * 4);
-  for (int64_t i = nb; i < nb + 8; ++i) sx[i] = sx[i - nb];
 }
 
 // Rows whose blocks do not fill groups of eight lie one behind the other, so groups run on across their ends; each
 // row's part of a group is moved to the lanes where it belongs.
 template <class Vec, class Act, int NT, int kPlanes>
 inline void rows_together(const Matrix &m, const void *const *act, float *const *out) {
-  float dx[NT][kMaxStrip + 8], sx[NT][kMaxStrip + 8];
+  float dx[NT][kMaxStrip + 8];
   F8 sum[NT], terms[NT];
   Group<Act, NT> g;
   for (int t = 0; t < NT; ++t) {
-    wrapped_scales<Act>(act[t], m.nb, dx[t], sx[t]);
+    wrapped_scales<Act>(act[t], m.nb, dx[t]);
     sum[t] = _mm256_setzero_ps();
     g.act[t] = static_cast<const Act *>(act[t]);
   }
@@ -270,10 +222,7 @@ inline void rows_together(const Matrix &m, const void *const *act, float *const 
   for (int64_t left = (m.row1 - m.row0) * m.nb; left > 0; left -= 8) {
     g.count = left < 8 ? int(left) : 8;
     g.first = place;
-    for (int t = 0; t < NT; ++t) {
-      g.dx[t] = dx[t] + place;
-      g.sx[t] = sx[t] + place;
-    }
+    for (int t = 0; t < NT; ++t) g.dx[t] = dx[t] + place;
     if (g.count == 8 && place + 8 <= m.nb) {
       terms_of<Vec, NT, kPlanes, kStraight>(g, terms);
     } else if (g.count == 8 && NT == 1) {
@@ -333,7 +282,7 @@ inline void matvec_planes(const Matrix &all, const void *const *act, int n, floa
 template <class Vec, class Act>
 inline void matvec_vec(const uint8_t *w, int64_t row_bytes, int64_t n_cols, int64_t row0, int64_t row1,
                        const void *const *act, int n, int planes, float *const *out) {
-  const Matrix m = {w, row_bytes, n_cols / kClassOf<Act>, row0, row1};
+  const Matrix m = {w, row_bytes, n_cols / 256, row0, row1};
   if (planes == 2) {
     matvec_planes<Vec, Act, 2>(m, act, n, out);
   } else {

@@ -11,7 +11,7 @@
 namespace ft {
 namespace {
 
-#ifdef __AVX512VNNI__
+#ifdef __AVX512BW__
 struct Lanes {
   using I = __m512i;
   using F = __m512;
@@ -20,7 +20,11 @@ struct Lanes {
   FT_INLINE static F zero_f() { return _mm512_setzero_ps(); }
   FT_INLINE static I get(const int16_t *p) { return _mm512_load_si512(p); }
   FT_INLINE static I pair(const int16_t *p) { return _mm512_set1_epi32(int(word32(p))); }
+#ifdef __AVX512VNNI__
   FT_INLINE static I dot(I sum, I w, I x) { return _mm512_dpwssd_epi32(sum, w, x); }
+#else
+  FT_INLINE static I dot(I sum, I w, I x) { return _mm512_add_epi32(sum, _mm512_madd_epi16(w, x)); }
+#endif
   FT_INLINE static F floats(I v) { return _mm512_maskz_cvtepi32_ps(0xffff, v); }  // GCC warns of the plain one
   FT_INLINE static F get_f(const float *p) { return _mm512_load_ps(p); }
   FT_INLINE static F all(float f) { return _mm512_set1_ps(f); }
@@ -37,7 +41,7 @@ struct Lanes {
   FT_INLINE static F zero_f() { return _mm256_setzero_ps(); }
   FT_INLINE static I get(const int16_t *p) { return load(p); }
   FT_INLINE static I pair(const int16_t *p) { return _mm256_set1_epi32(int(word32(p))); }
-  FT_INLINE static I dot(I sum, I w, I x) { return _mm256_add_epi32(sum, _mm256_madd_epi16(w, x)); }
+  FT_INLINE static I dot(I sum, I w, I x) { return add_pairs(sum, w, x); }
   FT_INLINE static F floats(I v) { return _mm256_cvtepi32_ps(v); }
   FT_INLINE static F get_f(const float *p) { return _mm256_load_ps(p); }
   FT_INLINE static F all(float f) { return _mm256_set1_ps(f); }
@@ -208,7 +212,7 @@ inline void tile_some(int n, const Tile &tile, const TileAct &layout, const uint
   switch (n) {
     case 1: return tile_tokens<1, T>(tile, layout, act, at, n_cols, y);
     case 2: return tile_tokens<2, T>(tile, layout, act, at, n_cols, y);
-#ifdef __AVX512VNNI__
+#ifdef __AVX512BW__
     case 3: return tile_tokens<3, T>(tile, layout, act, at, n_cols, y);
     case 4: return tile_tokens<4, T>(tile, layout, act, at, n_cols, y);
     case 5: return tile_tokens<5, T>(tile, layout, act, at, n_cols, y);

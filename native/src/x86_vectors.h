@@ -1,4 +1,4 @@
-// x86_vectors.h - AVX2 vectors, the three dot products that VNNI shortens, and folds in the orders of docs/numerics.md.
+// x86_vectors.h - AVX2 vectors, the dot products that VNNI shortens, and folds in the orders of docs/numerics.md.
 #ifndef FT_X86_VECTORS_H
 #define FT_X86_VECTORS_H
 #include <immintrin.h>
@@ -37,35 +37,21 @@ FT_INLINE int word16(const void *p) {
   return u;
 }
 
-// --- the three places where VNNI helps ------------------------------------------------------------------------
-
-// Sums over quadruples of (256 * u*hi) + u*lo; u unsigned, planes signed.
-FT_INLINE I8 dot_planes(I8 u, I8 hi, I8 lo) {
-#ifdef __AVX512VNNI__
-  const I8 h = _mm256_dpbusd_epi32(_mm256_setzero_si256(), u, hi);
-  return _mm256_dpbusd_epi32(_mm256_slli_epi32(h, 8), u, lo);
+// --- the places where VNNI helps ------------------------------------------------------------------------------
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#define FT_VNNI 1
+FT_INLINE I8 add_dot(I8 sum, I8 u, I8 a) { return _mm256_dpbusd_epi32(sum, u, a); }        // over quadruples
+FT_INLINE I8 add_pairs(I8 sum, I8 a, I8 b) { return _mm256_dpwssd_epi32(sum, a, b); }      // of int16
+#elif defined(__AVXVNNI__)
+#define FT_VNNI 1
+FT_INLINE I8 add_dot(I8 sum, I8 u, I8 a) { return _mm256_dpbusd_avx_epi32(sum, u, a); }
+FT_INLINE I8 add_pairs(I8 sum, I8 a, I8 b) { return _mm256_dpwssd_avx_epi32(sum, a, b); }
 #else
-  const I8 h = _mm256_madd_epi16(_mm256_maddubs_epi16(u, hi), _mm256_set1_epi16(256));
-  return _mm256_add_epi32(h, _mm256_madd_epi16(_mm256_maddubs_epi16(u, lo), _mm256_set1_epi16(1)));
+FT_INLINE I8 add_pairs(I8 sum, I8 a, I8 b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
 #endif
-}
-
-FT_INLINE I8 dot_plane(I8 u, I8 a) {
-#ifdef __AVX512VNNI__
-  return _mm256_dpbusd_epi32(_mm256_setzero_si256(), u, a);
-#else
-  return _mm256_madd_epi16(_mm256_maddubs_epi16(u, a), _mm256_set1_epi16(1));
-#endif
-}
 
 // sum + sc * (u*a), sc int16 for each pair of products; a pair is at most 128 * 127 * 2 < 2^15.
-FT_INLINE I8 add_scaled(I8 sum, I8 u, I8 a, I8 sc) {
-#ifdef __AVX512VNNI__
-  return _mm256_dpwssd_epi32(sum, _mm256_maddubs_epi16(u, a), sc);
-#else
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(u, a), sc));
-#endif
-}
+FT_INLINE I8 add_scaled(I8 sum, I8 u, I8 a, I8 sc) { return add_pairs(sum, _mm256_maddubs_epi16(u, a), sc); }
 
 // --- folds ----------------------------------------------------------------------------------------------------
 
@@ -79,6 +65,20 @@ FT_INLINE I8 fold8(const I8 *v) {
   const I8 low = fold4(fold2(v[0], v[1]), fold2(v[2], v[3]));
   const I8 high = fold4(fold2(v[4], v[5]), fold2(v[6], v[7]));
   return _mm256_add_epi32(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31));
+}
+
+// tree8 of eight vectors, in order.
+FT_INLINE F8 tree8_of_eight(const F8 *v, int step) {
+  F8 two[4], four[2];  // l0+l4 l1+l5 l2+l6 l3+l7 of rows i and i + 4; then the two halves of rows i, i + 1, i + 4, i + 5
+  for (int i = 0; i < 4; ++i) {
+    const F8 a = v[i * step], b = v[(i + 4) * step];
+    two[i] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+  }
+  for (int i = 0; i < 2; ++i) {
+    const F8 a = two[2 * i], b = two[2 * i + 1];
+    four[i] = _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
+  }
+  return _mm256_add_ps(_mm256_shuffle_ps(four[0], four[1], 0x88), _mm256_shuffle_ps(four[0], four[1], 0xdd));
 }
 
 FT_INLINE float tree8(F8 v) {

@@ -43,10 +43,6 @@ FT_INLINE I16 bits(I16 v) {
   return _mm512_gf2p8affine_epi64_epi8(v, halves(x, y), 0);
 }
 
-FT_INLINE I16 fold2(I16 a, I16 b) { return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b)); }
-FT_INLINE I16 fold4(I16 ab, I16 cd) {
-  return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
-}
 // a's sums in the lower half, b's in the upper one.
 FT_INLINE I16 fold_halves(I16 a, I16 b) {
   return _mm512_add_epi32(_mm512_shuffle_i64x2(a, b, 0x44), _mm512_shuffle_i64x2(a, b, 0xee));
