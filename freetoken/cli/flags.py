@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from freetoken.cli.default_model import default_model
 from freetoken.cli.parser import Parser
 from freetoken.errors import OptionError
 from freetoken.options import NUMA_STRATEGIES, EngineOptions, ModelOptions, ServerOptions
@@ -156,7 +157,14 @@ class Flag:
 
 
 MODEL = (
-    Flag(("-m", "--model"), "model", "the GGUF file (any shard of a split one)", file, "FNAME", "LLAMA_ARG_MODEL"),
+    Flag(
+        ("-m", "--model"),
+        "model",
+        "the GGUF file, any shard of a split one (default: the small model shipped with FreeToken)",
+        file,
+        "FNAME",
+        "LLAMA_ARG_MODEL",
+    ),
     Flag(("-v", "--verbose", "--log-verbose"), "verbose", "log everything"),
     Flag(
         ("-lv", "--verbosity", "--log-verbosity"),
@@ -426,15 +434,16 @@ def _given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
 
 
 def model_options(args: argparse.Namespace) -> ModelOptions:
-    """Raises OptionError without a model, or for a template file that cannot be read."""
-    if args.model is None:
-        raise OptionError("no model is named: give its file with -m FILE")
+    """The shipped model where none is named. Raises OptionError without either, or for an unreadable template file."""
+    path = default_model() if args.model is None else args.model
+    if path is None:
+        raise OptionError("no model is named, and none is installed with this package: give a file with -m FILE")
     if args.jinja is False:
         log.warning("--no-jinja has no effect: chat templates are always Jinja here")
     template = args.chat_template
     if args.chat_template_file is not None:
         template = _text_of(args.chat_template_file, "--chat-template-file")
-    return ModelOptions(path=args.model, alias=getattr(args, "alias", None), chat_template=template)
+    return ModelOptions(path=path, alias=getattr(args, "alias", None), chat_template=template)
 
 
 def engine_options(args: argparse.Namespace) -> EngineOptions:
