@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from freetoken.kernels.matvec_tiles import byte, half, high_half, join_planes, low_half, plane, planes_of, words
+from freetoken.kernels.matvec_tiles import byte, half, high_half, inside, join_planes, low_half, plane, planes_of, words
 
 __all__ = ["terms_iq4_xs", "terms_q2_k", "terms_q3_k", "terms_q4_k", "terms_q5_k", "terms_q6_k"]
 
@@ -70,7 +70,7 @@ def sums_k4(head, low_hi, low_lo, high_hi, high_lo, sums, piece):
     t = part(2, 0)
     g = part(4, 1)
     sc0, sc1, mn0, mn1 = scales_k4(head + 0 * (t + g))
-    sixteen = sums + piece * 16 + 4 * g + t
+    sixteen = sums + piece * 16 + inside(4 * g + t, 16)
     m = mn0 * tl.load(sixteen) + mn1 * tl.load(sixteen + 2)
     return all_parts(sc0 * low_hi + sc1 * high_hi), all_parts(sc0 * low_lo + sc1 * high_lo), all_parts(m)
 
@@ -136,7 +136,8 @@ def terms_q6_k(w, first, n_blocks, block, piece, live, q, dx, sums, NB: tl.const
         high += (byte(n1, b) - 32) * tl.load(at + 64 * b + 16)
     low_hi, low_lo = pair_planes(low, NB, R, T)
     high_hi, high_lo = pair_planes(high, NB, R, T)
-    scales = (w + p2 + first * 16).to(tl.pointer_type(tl.int8)) + block * 16 + 8 * (g >> 1) + 2 * (g & 1) + t
+    scales = (w + p2 + first * 16).to(tl.pointer_type(tl.int8)) + block * 16
+    scales += inside(8 * (g >> 1) + 2 * (g & 1) + t, 16)
     sc0 = tl.load(scales).to(tl.int32)
     sc1 = tl.load(scales + 4).to(tl.int32)
     d = half(w + p3 + first * 2 + (block + 0 * (t + g)) * 2, live)
@@ -154,8 +155,8 @@ def terms_q2_k(w, first, n_blocks, block, piece, live, q, dx, sums, NB: tl.const
     h = part(2, 1)
     word = tl.load(four(words(w + first * 64) + block * 16 + 8 * h + 4 * t))
     at = four(q + piece * 256 + 32 * h + 4 * t)
-    scales = w + p1 + first * 16 + block * 16 + 8 * h + t
-    sixteen = sums + piece * 16 + 8 * h + t
+    scales = w + p1 + first * 16 + block * 16 + inside(8 * h + t, 16)
+    sixteen = sums + piece * 16 + inside(8 * h + t, 16)
     hi = tl.zeros([2, 2, NB, R, T], tl.int32)
     lo = hi
     m = hi
@@ -184,7 +185,7 @@ def terms_q3_k(w, first, n_blocks, block, piece, live, q, dx, sums, NB: tl.const
     word = tl.load(four(words(w + first * 64) + block * 16 + 8 * h + 4 * t))
     third = tl.load(four(words(w + p1 + first * 32) + block * 8 + 4 * t + 0 * h)) >> tl.expand_dims(4 * h, 5)
     at = four(q + piece * 256 + 32 * h + 4 * t)
-    scales = w + p2 + first * 12 + block * 12 + t + 0 * h
+    scales = w + p2 + first * 12 + block * 12 + inside(t + 0 * h, 16)
     hi = tl.zeros([2, 2, NB, R, T], tl.int32)
     lo = hi
     for s in tl.static_range(4):

@@ -37,12 +37,13 @@ def words(pointer):
 
 
 @triton.jit
-def inside(block, N: tl.constexpr):
-    """A tile's blocks, the last of a row in place of those past its end.
+def inside(number, N: tl.constexpr):
+    """Numbers of a row's blocks or of a block's parts, the last one in place of those past the end.
 
-    Always a minimum: Triton then takes neighbouring blocks for unrelated and gives each to a lane of its own.
+    Also where nothing is past it: a minimum hides from Triton that neighbours are contiguous. It would give runs of them
+    to one lane each, and the values would then have to change lanes.
     """
-    return tl.minimum(block, N - 1)
+    return tl.minimum(number, N - 1)
 
 
 @triton.jit
