@@ -1,6 +1,6 @@
 // x86_floats512.h - products of F32, F16 and BF16 rows with 512-bit vectors: lanes32 of docs/numerics.md is two vectors
-// a row. Several tokens take a few rows at a time, which share loads and hide the latency of the additions; one token
-// takes rows in memory's order, faster from memory than several streams, and gains from wider vectors with BF16 only.
+// a row, of several rows at a time, which share loads and hide the latency of the additions. For several tokens: one token
+// is bound by memory, which is faster in order (x86_floats.h).
 #ifndef FT_X86_FLOATS512_H
 #define FT_X86_FLOATS512_H
 #ifdef __AVX512BW__
@@ -47,11 +47,6 @@ struct WideBF16 : VecBF16 {
   }
   FT_INLINE static Lanes32 floats(const float *x) { return even_odd32(x); }
 };
-// The same with activations that are arranged already.
-struct ArrangedBF16 : WideBF16 {
-  FT_INLINE static Lanes32 floats(const float *x) { return in_order32(x); }
-};
-
 // Sums of R rows and NT tokens.
 template <class Wide, int R, int NT>
 struct FloatSums {
@@ -104,7 +99,6 @@ inline void float_rows(const typename Wide::Word *w, int64_t step, int64_t n_col
                        float *const *out, int64_t row) {
   FloatSums<Wide, R, NT> sums;
   const int64_t whole = n_cols & ~int64_t(31);
-#pragma GCC unroll 4
   for (int64_t i = 0; i < whole; i += 32) {
     for (int r = 0; r < R; ++r) prefetch<32 * sizeof(*w)>(w + r * step + i);
     sums.add(w + i, step, x, i);
@@ -135,19 +129,6 @@ struct FloatMatrix {
   }
 };
 
-constexpr int64_t kArrangedFloats = 8192, kRowsToArrange = 16;  // fewer rows would not pay for it
-
-inline void matvec_arranged_bf16(const FloatMatrix<ArrangedBF16> &m, const float *x, float *const *out) {
-  alignas(64) float arranged[kArrangedFloats];
-  for (int64_t i = 0; i < m.n_cols; i += 32) {
-    const Lanes32 v = even_odd32(x + i);
-    _mm512_store_ps(arranged + i, v.of[0]);
-    _mm512_store_ps(arranged + i + 16, v.of[1]);
-  }
-  const float *const at[1] = {arranged};
-  for (int64_t r = m.row0; r < m.row1; ++r) m.template rows<1, 1>(r, at, out);
-}
-
 template <class Wide, class Vec>
 inline void matvec_float512(const uint8_t *w, int64_t row_bytes, int64_t n_cols, int64_t row0, int64_t row1,
                             const void *const *act, int n, int planes, float *const *out) {
@@ -158,8 +139,6 @@ inline void matvec_float512(const uint8_t *w, int64_t row_bytes, int64_t n_cols,
     int64_t r = row0;
     for (; r + 4 <= row1; r += 4) m.template tokens<4>(r, x, n, out);
     for (; r < row1; ++r) m.template tokens<1>(r, x, n, out);
-  } else if (Wide::kEvenOdd && n_cols <= kArrangedFloats && n_cols % 32 == 0 && row1 - row0 >= kRowsToArrange) {
-    matvec_arranged_bf16({w, row_bytes, n_cols, row0, row1}, x[0], out);
   } else {
     matvec_float_vec<Vec>(w, row_bytes, n_cols, row0, row1, act, n, planes, out);
   }

@@ -307,7 +307,7 @@ struct ReadyIQ4_XS {
 
 struct WideIQ4_XS : FormIQ4_XS, WideForm {
   using Ready = ReadyIQ4_XS;
-  static constexpr int kRows = 4;
+  static constexpr int kRows = 2;
   FT_INLINE static I16 scales(const Block &b) {
     const uint64_t low = _pdep_u64(word32(b.scales_l), 0x0f0f0f0f0f0f0f0f);
     const uint64_t high = _pdep_u64(b.scales_h, 0x3030303030303030);
@@ -392,17 +392,16 @@ struct WideActs<Act256, NT> {
 template <class W, int R, int NT, int kPlanes, class Block>
 FT_INLINE void sums_of_rows(const Block *const *b, const typename W::Ready *const *a, Column<NT> &c, int row) {
   if constexpr (W::kRows == 1) {
-    W::template sums<NT, kPlanes>(*b[0], a, c, row);
+    W::template sums<NT, kPlanes>(**b, a, c, row);
   } else {
     W::template rows<R, NT, kPlanes>(b, a, c, row);
   }
 }
 
-// Rows eight by eight; returns the first row that is left.
-template <class W, int NT, int kPlanes>
+// Rows eight by eight, of these R together; returns the first row that is left. Memory is asked for in its own order.
+template <class W, int R, int NT, int kPlanes>
 inline int64_t rows_by_eight(const Matrix &m, const void *const *act, float *const *out) {
   using Block = typename W::Block;
-  constexpr int R = W::kRows < 4 / NT ? W::kRows : 4 / NT;
   Column<NT> columns[kColumns<NT>];
   const WideActs<typename W::Ready, NT> acts(act, m.nb);
   int64_t r = m.row0;
@@ -420,8 +419,8 @@ inline int64_t rows_by_eight(const Matrix &m, const void *const *act, float *con
           const Block *w[R];
           for (int k = 0; k < R; ++k) {
             w[k] = reinterpret_cast<const Block *>(m.w + (r + i + k) * m.row_bytes) + b;
-            prefetch<sizeof(Block)>(w[k]);
           }
+          prefetch<R * sizeof(Block)>(reinterpret_cast<const Block *>(m.w + (r + i) * m.row_bytes) + R * b);
           sums_of_rows<W, R, NT, kPlanes>(w, a, columns[b - first], i);
         }
       }
@@ -446,7 +445,9 @@ inline int64_t rows_by_eight(const Matrix &m, const void *const *act, float *con
 template <class W, class Vec, int NT, int kPlanes>
 inline void wide_tokens(const Matrix &m, const void *const *act, float *const *out) {
   Matrix rest = m;
-  rest.row0 = rows_by_eight<W, NT, kPlanes>(m, act, out);
+  constexpr int R = W::kRows < 4 / NT ? W::kRows : 4 / NT;
+  const bool short_rows = m.nb <= kColumns<NT>;  // others are taken in pieces, which several rows would scatter
+  rest.row0 = short_rows ? rows_by_eight<W, R, NT, kPlanes>(m, act, out) : rows_by_eight<W, 1, NT, kPlanes>(m, act, out);
   if (rest.row0 == rest.row1) return;
   for (int t = 0; t < NT; ++t) rows_tokens<Vec, Act256, 1, kPlanes>(rest, act + t, out + t);
 }
