@@ -67,7 +67,7 @@ MAX_TOKENS = 8
 KV_PAGE = 256
 """Positions of one KV page (FT_KV_PAGE)."""
 ALIGNMENT = 64
-VARIANTS = ("auto", "avx512vbmi", "avx512vnni", "avxvnni", "avx512", "avx2", "portable")
+VARIANTS = ("auto", "avx512gather", "avx512vbmi", "avx512vnni", "avxvnni", "avx512", "avx2", "portable")
 """Names of sets of kernels; "auto" is the fastest that the processor can run."""
 VARIANT_VARIABLE = "FREETOKEN_CPU_VARIANT"
 """Environment variable that forces a set in any command."""

@@ -24,7 +24,8 @@ extern "C" {
 /* --- library ------------------------------------------------------------------------------------------------ */
 FT_API int ft_abi_version(void);
 FT_API int ft_op_bytes(void);                         /* sizeof(ft_op), checked by the binding */
-FT_API const char *ft_variant(void);                  /* kernels in use, the first of these that the CPU can run:
+FT_API const char *ft_variant(void);                  /* kernels in use, "auto" the first of these that the CPU can
+                                                         run (gathers: and where they are fast): "avx512gather",
                                                          "avx512vbmi", "avx512vnni", "avxvnni", "avx512", "avx2",
                                                          "portable" */
 FT_API int ft_set_variant(const char *name);          /* force one ("auto" restores); -1: unknown or not on this CPU */

@@ -7,6 +7,7 @@
 #define FT_X86_WIDE256_H
 #ifdef __AVX512VBMI__
 #include <algorithm>
+#include <type_traits>
 
 #include "x86_products.h"
 #include "x86_vectors512.h"
@@ -126,9 +127,15 @@ FT_INLINE F8 minimums8(const uint64_t *mins, const Act256 &a) {
   return _mm256_cvtepi32_ps(_mm512_cvtepi64_epi32(m));
 }
 
-struct WideQ4_K : FormQ4_K {
+// What forms have unless they say otherwise: rows whose sums are formed together, what is added to products of integers
+// and scales, the power of two that d is multiplied with.
+struct WideForm {
+  static constexpr int kRows = 1, kBias = 0;
+  static constexpr float kFactor = 1;
+};
+
+struct WideQ4_K : FormQ4_K, WideForm {
   using Ready = Act256;
-  static constexpr int kBias = 0;
   template <int NT, int kPlanes>
   FT_INLINE static void sums(const Block &b, const Act256 *const *a, Column<NT> &c, int row) {
     const ScalesK4 k = wide_scales_k4(b.scales);
@@ -143,9 +150,8 @@ struct WideQ4_K : FormQ4_K {
   FT_INLINE static F8 minimums(const Column8 &c, const Act256 &a) { return minimums8(c.mins, a); }
 };
 
-struct WideQ5_K : FormQ5_K {
+struct WideQ5_K : FormQ5_K, WideForm {
   using Ready = Act256;
-  static constexpr int kBias = 0;
   template <int NT, int kPlanes>
   FT_INLINE static void sums(const Block &b, const Act256 *const *a, Column<NT> &c, int row) {
     const ScalesK4 k = wide_scales_k4(b.scales);
@@ -170,9 +176,8 @@ FT_INLINE I16 spread_sixteen(I16 sc, int s) {
   return _mm512_permutexvar_epi8(at, sc);
 }
 
-struct WideQ6_K : FormQ6_K {
+struct WideQ6_K : FormQ6_K, WideForm {
   using Ready = Act256;
-  static constexpr int kBias = 0;
   template <int NT, int kPlanes>
   FT_INLINE static void sums(const Block &b, const Act256 *const *a, Column<NT> &c, int row) {
     const I16 sc = _mm512_broadcast_i64x4(even_odd(load16(b.scales)));
@@ -204,24 +209,32 @@ FT_INLINE I16 group_numbers(int s, int unit) {
 }
 
 // Products of integers and scales fit a byte here, so they are looked up: of Q2_K at 4 * group + integer.
-struct WideQ2_K : FormQ2_K {
+struct WideQ2_K : FormQ2_K, WideForm {
   using Ready = Act256;
-  static constexpr int kBias = 0;
-  template <int NT, int kPlanes>
-  FT_INLINE static void sums(const Block &b, const Act256 *const *a, Column<NT> &c, int row) {
-    const __m128i both = load16(b.scales);
-    const I16 sc = _mm512_cvtepu8_epi32(_mm_and_si128(both, _mm_set1_epi8(15)));
-    const I16 table = _mm512_mullo_epi32(sc, _mm512_set1_epi32(0x03020100));
-    I16 hi[NT], lo[NT];
-    for (int t = 0; t < NT; ++t) hi[t] = lo[t] = _mm512_setzero_si512();
-    for (int s = 0; s < 4; ++s) {
-      const I16 q = twice(b.qs + 32 * (s >> 1));
-      const I16 at = merge(s & 1 ? down(q, 4, 6) : down(q, 0, 2), 3, group_numbers(s, 4));
-      add_bytes<NT, kPlanes>(_mm512_permutexvar_epi8(at, table), a, s, hi, lo);
+  static constexpr int kRows = 4;
+  template <int R, int NT, int kPlanes>
+  FT_INLINE static void rows(const Block *const *b, const Act256 *const *a, Column<NT> &c, int row) {
+    __m128i both[R];
+    I16 table[R], hi[R][NT], lo[R][NT];
+    for (int r = 0; r < R; ++r) {
+      both[r] = load16(b[r]->scales);
+      const I16 sc = _mm512_cvtepu8_epi32(_mm_and_si128(both[r], _mm_set1_epi8(15)));
+      table[r] = _mm512_mullo_epi32(sc, _mm512_set1_epi32(0x03020100));
+      for (int t = 0; t < NT; ++t) hi[r][t] = lo[r][t] = _mm512_setzero_si512();
     }
-    for (int t = 0; t < NT; ++t) c.sums[t][row] = fold_halves(hi[t], lo[t]);
-    _mm_storeu_si128(reinterpret_cast<__m128i *>(c.mins + 2 * row), both);
-    c.factors[row] = word32(&b.d);
+#pragma GCC unroll 4
+    for (int s = 0; s < 4; ++s) {
+      for (int r = 0; r < R; ++r) {
+        const I16 q = twice(b[r]->qs + 32 * (s >> 1));
+        const I16 at = merge(s & 1 ? down(q, 4, 6) : down(q, 0, 2), 3, group_numbers(s, 4));
+        add_bytes<NT, kPlanes>(_mm512_permutexvar_epi8(at, table[r]), a, s, hi[r], lo[r]);
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      for (int t = 0; t < NT; ++t) c.sums[t][row + r] = fold_halves(hi[r][t], lo[r][t]);
+      _mm_storeu_si128(reinterpret_cast<__m128i *>(c.mins + 2 * (row + r)), both[r]);
+      c.factors[row + r] = word32(&b[r]->d);
+    }
   }
   FT_INLINE static F8 minimums(const Column8 &c, const Act256 &a) {
     I16 m[2];
@@ -250,7 +263,7 @@ FT_INLINE __m128i wide_scales_q3(const uint8_t *scales) {
   return _mm_sub_epi8(sc, _mm_set1_epi8(32));
 }
 
-struct WideQ3_K : FormQ3_K {
+struct WideQ3_K : FormQ3_K, WideForm {
   using Ready = Act256;
   static constexpr int kBias = 124;
   template <int NT, int kPlanes>
@@ -292,34 +305,44 @@ struct ReadyIQ4_XS {
   }
 };
 
-struct WideIQ4_XS : FormIQ4_XS {
+struct WideIQ4_XS : FormIQ4_XS, WideForm {
   using Ready = ReadyIQ4_XS;
-  static constexpr int kBias = 0;
+  static constexpr int kRows = 2;
   FT_INLINE static I16 scales(const Block &b) {
     const uint64_t low = _pdep_u64(word32(b.scales_l), 0x0f0f0f0f0f0f0f0f);
     const uint64_t high = _pdep_u64(b.scales_h, 0x3030303030303030);
     const __m128i sc = _mm_sub_epi8(_mm_cvtsi64_si128(int64_t(low | high)), _mm_set1_epi8(32));
     return _mm512_castsi256_si512(_mm256_cvtepi8_epi32(sc));
   }
-  template <int NT, int kPlanes>
-  FT_INLINE static void sums(const Block &b, const Ready *const *a, Column<NT> &c, int row) {
-    const I16 sc = scales(b), table = _mm512_add_epi8(_mm512_broadcast_i32x4(load16(kTableIQ4)), _mm512_set1_epi8(-128));
-    I16 sum[NT][2];
+  // Of R rows, which share loads of the activations.
+  template <int R, int NT, int kPlanes>
+  FT_INLINE static void rows(const Block *const *b, const Ready *const *a, Column<NT> &c, int row) {
+    const I16 table = _mm512_add_epi8(_mm512_broadcast_i32x4(load16(kTableIQ4)), _mm512_set1_epi8(-128));
+    I16 sc[R], sum[R][NT][2];
+    for (int r = 0; r < R; ++r) sc[r] = scales(*b[r]);
+#pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
-      const I16 q = load64(b.qs + 64 * i);
-      const I16 low = _mm512_permutexvar_epi8(q, table), high = _mm512_permutexvar_epi8(_mm512_srli_epi16(q, 4), table);
-      const I16 at = _mm512_add_epi32(_mm512_set1_epi32(4 * i), _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3));
-      const I16 scale = _mm512_permutexvar_epi32(at, sc);
-      for (int t = 0; t < NT; ++t) {
-        for (int p = 0; p < kPlanes; ++p) {
-          I16 dot = _mm512_dpbusd_epi32(a[t]->begin[p][i], low, a[t]->planes[p][2 * i]);
-          dot = _mm512_mullo_epi32(_mm512_dpbusd_epi32(dot, high, a[t]->planes[p][2 * i + 1]), scale);
-          sum[t][p] = i == 0 ? dot : _mm512_add_epi32(sum[t][p], dot);
+      const I16 first = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+      const I16 at = _mm512_add_epi32(_mm512_set1_epi32(4 * i), first);
+      for (int r = 0; r < R; ++r) {
+        const I16 q = load64(b[r]->qs + 64 * i), scale = _mm512_permutexvar_epi32(at, sc[r]);
+        const I16 low = _mm512_permutexvar_epi8(q, table);
+        const I16 high = _mm512_permutexvar_epi8(_mm512_srli_epi16(q, 4), table);
+        for (int t = 0; t < NT; ++t) {
+          for (int p = 0; p < kPlanes; ++p) {
+            I16 dot = _mm512_dpbusd_epi32(a[t]->begin[p][i], low, a[t]->planes[p][2 * i]);
+            dot = _mm512_mullo_epi32(_mm512_dpbusd_epi32(dot, high, a[t]->planes[p][2 * i + 1]), scale);
+            sum[r][t][p] = i == 0 ? dot : _mm512_add_epi32(sum[r][t][p], dot);
+          }
         }
       }
     }
-    for (int t = 0; t < NT; ++t) c.sums[t][row] = fold_halves(sum[t][0], kPlanes == 2 ? sum[t][1] : _mm512_setzero_si512());
-    c.factors[row] = uint32_t(word16(&b.d));
+    for (int r = 0; r < R; ++r) {
+      for (int t = 0; t < NT; ++t) {
+        c.sums[t][row + r] = fold_halves(sum[r][t][0], kPlanes == 2 ? sum[r][t][1] : _mm512_setzero_si512());
+      }
+      c.factors[row + r] = uint32_t(word16(&b[r]->d));
+    }
   }
 };
 
@@ -336,7 +359,9 @@ FT_INLINE F8 column_terms(const Column<NT> &c, int t, const Act256 &a, float sca
   const __m512 sums = _mm512_cvtepi32_ps(whole);
   F8 sum = _mm512_castps512_ps256(sums);
   if (kPlanes == 2) sum = _mm256_add_ps(_mm256_mul_ps(sum, _mm256_set1_ps(256.0f)), _mm512_extractf32x8_ps(sums, 1));
-  const F8 term = _mm256_mul_ps(_mm256_mul_ps(_mm256_cvtph_ps(_mm256_cvtepi32_epi16(words)), dx), sum);
+  F8 d = _mm256_cvtph_ps(_mm256_cvtepi32_epi16(words));
+  if constexpr (W::kFactor != 1) d = _mm256_mul_ps(d, _mm256_set1_ps(W::kFactor));
+  const F8 term = _mm256_mul_ps(_mm256_mul_ps(d, dx), sum);
   if constexpr (!W::kHasMin) {
     return term;
   } else {
@@ -345,30 +370,40 @@ FT_INLINE F8 column_terms(const Column<NT> &c, int t, const Act256 &a, float sca
   }
 }
 
-// The activations of a few columns, made ready.
+// A row of activations, made ready.
+constexpr int64_t kMaxReady = 128;  // blocks; longer rows are for the narrower kernels
 template <class Ready, int NT>
 struct WideActs {
-  Ready ready[NT][kColumns<NT>];
-  int64_t first;
-  FT_INLINE WideActs(const void *const *act, int64_t begin, int64_t end) : first(begin) {
+  Ready ready[NT][kMaxReady];
+  FT_INLINE WideActs(const void *const *act, int64_t nb) {
     for (int t = 0; t < NT; ++t) {
-      for (int64_t b = begin; b < end; ++b) ready[t][b - begin].set(static_cast<const Act256 *>(act[t])[b]);
+      for (int64_t b = 0; b < nb; ++b) ready[t][b].set(static_cast<const Act256 *>(act[t])[b]);
     }
   }
-  FT_INLINE const Ready *at(int t, int64_t b) const { return &ready[t][b - first]; }
+  FT_INLINE const Ready *at(int t, int64_t b) const { return &ready[t][b]; }
 };
 template <int NT>
 struct WideActs<Act256, NT> {
   const void *const *act;
-  FT_INLINE WideActs(const void *const *acts, int64_t, int64_t) : act(acts) {}
+  FT_INLINE WideActs(const void *const *acts, int64_t) : act(acts) {}
   FT_INLINE const Act256 *at(int t, int64_t b) const { return static_cast<const Act256 *>(act[t]) + b; }
 };
 
-// Rows eight by eight; returns the first row that is left.
-template <class W, int NT, int kPlanes>
+template <class W, int R, int NT, int kPlanes, class Block>
+FT_INLINE void sums_of_rows(const Block *const *b, const typename W::Ready *const *a, Column<NT> &c, int row) {
+  if constexpr (W::kRows == 1) {
+    W::template sums<NT, kPlanes>(**b, a, c, row);
+  } else {
+    W::template rows<R, NT, kPlanes>(b, a, c, row);
+  }
+}
+
+// Rows eight by eight, of these R together; returns the first row that is left. Memory is asked for in its own order.
+template <class W, int R, int NT, int kPlanes>
 inline int64_t rows_by_eight(const Matrix &m, const void *const *act, float *const *out) {
   using Block = typename W::Block;
   Column<NT> columns[kColumns<NT>];
+  const WideActs<typename W::Ready, NT> acts(act, m.nb);
   int64_t r = m.row0;
   for (; r + 8 <= m.row1; r += 8) {
     F8 sum[NT][8];
@@ -377,14 +412,16 @@ inline int64_t rows_by_eight(const Matrix &m, const void *const *act, float *con
     }
     for (int64_t first = 0; first < m.nb; first += kColumns<NT>) {
       const int64_t end = std::min<int64_t>(first + kColumns<NT>, m.nb);
-      const WideActs<typename W::Ready, NT> acts(act, first, end);
-      for (int i = 0; i < 8; ++i) {
-        const Block *w = reinterpret_cast<const Block *>(m.w + (r + i) * m.row_bytes);
+      for (int i = 0; i < 8; i += R) {
         for (int64_t b = first; b < end; ++b) {
           const typename W::Ready *a[NT];
           for (int t = 0; t < NT; ++t) a[t] = acts.at(t, b);
-          prefetch<sizeof(Block)>(w + b);
-          W::template sums<NT, kPlanes>(w[b], a, columns[b - first], i);
+          const Block *w[R];
+          for (int k = 0; k < R; ++k) {
+            w[k] = reinterpret_cast<const Block *>(m.w + (r + i + k) * m.row_bytes) + b;
+          }
+          prefetch<R * sizeof(Block)>(reinterpret_cast<const Block *>(m.w + (r + i) * m.row_bytes) + R * b);
+          sums_of_rows<W, R, NT, kPlanes>(w, a, columns[b - first], i);
         }
       }
       for (int64_t b = first; b < end; ++b) {
@@ -408,7 +445,9 @@ inline int64_t rows_by_eight(const Matrix &m, const void *const *act, float *con
 template <class W, class Vec, int NT, int kPlanes>
 inline void wide_tokens(const Matrix &m, const void *const *act, float *const *out) {
   Matrix rest = m;
-  rest.row0 = rows_by_eight<W, NT, kPlanes>(m, act, out);
+  constexpr int R = W::kRows < 4 / NT ? W::kRows : 4 / NT;
+  const bool short_rows = m.nb <= kColumns<NT>;  // others are taken in pieces, which several rows would scatter
+  rest.row0 = short_rows ? rows_by_eight<W, R, NT, kPlanes>(m, act, out) : rows_by_eight<W, 1, NT, kPlanes>(m, act, out);
   if (rest.row0 == rest.row1) return;
   for (int t = 0; t < NT; ++t) rows_tokens<Vec, Act256, 1, kPlanes>(rest, act + t, out + t);
 }
@@ -432,7 +471,9 @@ template <class W, class Vec>
 inline void matvec_wide(const uint8_t *w, int64_t row_bytes, int64_t n_cols, int64_t row0, int64_t row1,
                         const void *const *act, int n, int planes, float *const *out) {
   const Matrix m = {w, row_bytes, n_cols / 256, row0, row1};
-  if (planes == 2) {
+  if (!std::is_same_v<typename W::Ready, Act256> && m.nb > kMaxReady) {
+    matvec_vec<Vec, Act256>(w, row_bytes, n_cols, row0, row1, act, n, planes, out);
+  } else if (planes == 2) {
     wide_planes<W, Vec, 2>(m, act, n, out);
   } else {
     wide_planes<W, Vec, 1>(m, act, n, out);
