@@ -27,14 +27,6 @@ bool has_avxvnni() {
   unsigned a, b, c, d;
   return __builtin_cpu_supports("avx2") && __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a >> 4 & 1) != 0;
 }
-
-// Intel's processors with FP16 arithmetic, which came with Sapphire Rapids. Gathers of earlier ones are slow since their
-// microcode keeps data of others from them; AMD's are slow always.
-bool has_fast_gather() {
-  unsigned a, b, c, d;
-  const bool fp16 = __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d >> 23 & 1) != 0;
-  return fp16 && __builtin_cpu_is("intel");
-}
 #endif
 
 // What the CPU has and the operating system saves (the compiler's check reads XCR0 too).
@@ -55,7 +47,6 @@ const std::string &feature_names() {
         {"avx512vbmi", bool(__builtin_cpu_supports("avx512vbmi"))},
         {"gfni", bool(__builtin_cpu_supports("gfni"))},
         {"bmi2", bool(__builtin_cpu_supports("bmi2"))},
-        {"fast-gather", has_fast_gather()},
         {"avxvnni", has_avxvnni()},
     };
     for (const Feature &f : features) {
@@ -84,9 +75,8 @@ const std::vector<const Kernels *> &usable() {
     const bool vnni = avx512 && has("avx512vnni");
     std::vector<const Kernels *> all;
     const bool vbmi = vnni && has_all({"avx512vbmi", "gfni", "bmi2"});
-    if (vbmi && has("fast-gather")) all.push_back(kernels_avx512gather());
     if (vbmi) all.push_back(kernels_avx512vbmi());
-    if (vbmi && !has("fast-gather")) all.push_back(kernels_avx512gather());
+    if (vbmi) all.push_back(kernels_avx512gather());  // by name alone: slow on AMD, not yet measured on Intel
     if (vnni) all.push_back(kernels_avx512vnni());
     if (avx2 && has("avxvnni")) all.push_back(kernels_avxvnni());
     if (avx512) all.push_back(kernels_avx512());
