@@ -14,7 +14,8 @@ CARD = """# FreeToken small MoE
 
 `freetoken-small-moe.gguf` ({file_mb:.1f} MB) is the model that `ft serve` and `ft run` take without `-m`. It is a real
 mixture of experts with learned routing, made for this project so that everything can be tried at once and offline. It
-answers simple questions and tells short stories in English. **It is very small and often wrong**: do not rely on it.
+answers simple questions in English and begins short stories, which soon repeat themselves. **It is very small and often
+wrong**: do not rely on it.
 
 | | |
 | --- | --- |
