@@ -1,0 +1,265 @@
+"""Attention of a decode step over pages (docs/numerics.md, section 6): a kernel for splits, and one that merges them.
+
+A program of the first takes some query heads of one KV head, one split of 256 positions and one token; how many heads
+changes the speed only. Lengths are read on the device: the grid covers `max_splits`, and programs without a split end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from freetoken.kernels.activations import Activation
+from freetoken.kernels.checks import check, next_power_of_2
+from freetoken.kernels.functions import exp
+from freetoken.kernels.pages import PAGE, Pages, page_rows
+from freetoken.kernels.quantised import arguments, put
+from freetoken.kernels.sums import fold8, fold32, softcap
+
+__all__ = ["Mask", "Partials", "attend", "heads_per_program", "max_splits"]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """How scores are formed: factor, soft cap (0: none), sliding window (0: none), sinks fp32 [n_head]."""
+
+    scale: float
+    softcap: float = 0.0
+    window: int = 0
+    sinks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Partials:
+    """Room for results of splits: `o` fp32 [n, n_head, max_splits, width], and largest score and sum `ml` fp32
+    [n, n_head, max_splits, 2]. `o` holds a split's weights first, so width is at least 256."""
+
+    o: torch.Tensor
+    ml: torch.Tensor
+
+    @staticmethod
+    def empty(n: int, n_head: int, n_splits: int, dim_v: int, device: torch.device | str = "cpu") -> Partials:
+        width = max(PAGE, next_power_of_2(dim_v))
+        return Partials(
+            torch.empty((n, n_head, n_splits, width), dtype=torch.float32, device=device),
+            torch.empty((n, n_head, n_splits, 2), dtype=torch.float32, device=device),
+        )
+
+
+def max_splits(n_positions: int, window: int = 0) -> int:
+    """Splits that a token may have in a context of so many positions."""
+    n = -(-n_positions // PAGE)
+    return min(n, (window + PAGE - 2) // PAGE + 1) if window else n
+
+
+def heads_per_program(n: int, n_head: int, n_kv: int, n_splits: int, n_processors: int) -> int:
+    """Query heads that one program takes: more heads read keys and values less often, if enough programs are left."""
+    heads = 1
+    while (n_head // n_kv) % (2 * heads) == 0 and heads < 8 and n * n_head * n_splits >= 2 * heads * n_processors:
+        heads *= 2
+    return heads
+
+
+@triton.jit
+def first_position(position, WINDOW: tl.constexpr):
+    """The first position that a token attends to."""
+    if WINDOW > 0:
+        return tl.maximum(position - (WINDOW - 1), 0)
+    else:
+        return position * 0
+
+
+@triton.jit
+def split_scores(q, k, begin, end, DIM: tl.constexpr):
+    """Dot products [256] of a query head with keys begin <= j < end of a page; +0 elsewhere."""
+    j = tl.arange(0, 256)
+    lane = tl.arange(0, 32)
+    is_there = (j >= begin) & (j < end)
+    lanes = tl.zeros([256, 32], tl.float32)
+    for start in tl.static_range(0, DIM, 32):
+        at = start + lane
+        mask = is_there[:, None] & (at < DIM)[None, :]
+        key = tl.load(k + j[:, None] * DIM + at[None, :], mask=mask, other=0.0).to(tl.float32)
+        query = tl.load(q + at, mask=at < DIM, other=0.0)
+        lanes = lanes + key * query[None, :]
+    return fold32(lanes)
+
+
+@triton.jit
+def attend_split_kernel(
+    q, k_pages, v_pages, o, ml, positions, table, scale, cap,
+    N_HEAD: tl.constexpr, N_KV: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
+    BLOCK_V: tl.constexpr, WIDTH: tl.constexpr, MAX_PAGES: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+):  # fmt: skip
+    """Steps 1 and 2 of section 6."""
+    split = tl.program_id(0)
+    head = tl.program_id(1) * HEADS
+    token = tl.program_id(2)
+    position = tl.load(positions + token)
+    first = first_position(position, WINDOW)
+    page = first // 256 + split
+    if page > position // 256:
+        return
+    begin = tl.maximum(first - page * 256, 0)
+    end = tl.minimum(position - page * 256 + 1, 256)
+    rows = page_rows(table, token, page, head // (N_HEAD // N_KV), N_KV, MAX_PAGES)
+    record = ((token * N_HEAD + head) * MAX_SPLITS + split).to(tl.int64)
+
+    j = tl.arange(0, 256)
+    is_there = (j >= begin) & (j < end)
+    for i in range(HEADS):
+        s = split_scores(q + (token * N_HEAD + head + i) * DIM, k_pages + rows * DIM, begin, end, DIM) * scale
+        if HAS_CAP:
+            s = softcap(s, cap)
+        m = tl.max(tl.where(is_there, s, float("-inf")), axis=0)
+        p = tl.where(is_there, exp(s - m), 0.0)
+        tl.store(o + (record + i * MAX_SPLITS) * WIDTH + j, p)
+        tl.store(ml + (record + i * MAX_SPLITS) * 2, m)
+    tl.debug_barrier()  # the weights p are read by all threads
+
+    heads = tl.arange(0, HEADS)[:, None] * (MAX_SPLITS * WIDTH)
+    weights = o + record * WIDTH + heads
+    column = tl.arange(0, BLOCK_V)[None, :]
+    values = v_pages + rows * DIM_V + column + heads * 0
+    out = tl.zeros([HEADS, BLOCK_V], tl.float32)
+    lanes = tl.zeros([HEADS, 8], tl.float32)
+    at = begin // 8 * 8
+    while at < end:  # Triton's interpreter has no range over numbers of the device
+        for i in tl.static_range(8):
+            is_row = (at + i >= begin) & (at + i < end)
+            value = tl.load(values + (at + i) * DIM_V, mask=is_row & (column + heads * 0 < DIM_V), other=0.0)
+            out = out + tl.load(weights + (at + i)) * value.to(tl.float32)
+        lanes = lanes + tl.load(weights + at + tl.arange(0, 8)[None, :])
+        at += 8
+    tl.debug_barrier()  # what is written now lies where the weights lay
+    tl.store(o + record * WIDTH + heads + column, out, mask=column + heads * 0 < DIM_V)
+    tl.store(ml + (record + tl.arange(0, HEADS) * MAX_SPLITS) * 2 + 1, fold8(lanes))
+
+
+@triton.jit
+def merge_splits_kernel(
+    o, ml, sinks, positions, y, q, dx, sums,
+    N_HEAD: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr, CLS: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
+    """Steps 3 and 4 of section 6 for BLOCK columns of all heads' values, which are then quantised."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.program_id(1)
+    mask = column < N_HEAD * DIM_V
+    head = column // DIM_V
+    position = tl.load(positions + token)
+    n_splits = position // 256 - first_position(position, WINDOW) // 256 + 1
+    record = ((token * N_HEAD + head) * MAX_SPLITS).to(tl.int64)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    start = 0
+    while start < n_splits:
+        for i in tl.static_range(4):
+            is_there = mask & (start + i < n_splits)
+            top = tl.maximum(top, tl.load(ml + (record + start + i) * 2, mask=is_there, other=float("-inf")))
+        start += 4
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=mask, other=0.0)
+        top = tl.maximum(top, sink)
+    total = tl.zeros([BLOCK], tl.float32)
+    out = tl.zeros([BLOCK], tl.float32)
+    start = 0
+    while start < n_splits:
+        for i in tl.static_range(4):
+            at = record + start + i
+            is_there = mask & (start + i < n_splits)
+            m = tl.load(ml + at * 2, mask=is_there, other=0.0)
+            l = tl.load(ml + at * 2 + 1, mask=is_there, other=0.0)
+            part = tl.load(o + at * WIDTH + column % DIM_V, mask=is_there, other=0.0)
+            w = exp(m - top)
+            total = total + tl.where(is_there, w * l, 0.0)
+            out = out + tl.where(is_there, w * part, 0.0)
+        start += 4
+    if sinks is not None:
+        total = total + exp(sink - top)
+    out = out * tl.math.div_rn(1.0, tl.where(mask, total, 1.0))
+    if y is not None:
+        tl.store(y + token * (N_HEAD * DIM_V) + column, out, mask=mask)
+    if CLS > 0:
+        blocks = tl.reshape(tl.where(mask, out, 0.0), [BLOCK // CLS, CLS])
+        put(blocks, q, dx, sums, token, tl.program_id(0) * (BLOCK // CLS), N_HEAD * DIM_V, PLANES)
+
+
+def attend(
+    q: torch.Tensor,
+    pages: Pages,
+    mask: Mask,
+    partials: Partials,
+    y: torch.Tensor | None,
+    quantised: Activation | None = None,
+    *,
+    planes: int = 2,
+    heads: int = 1,
+) -> None:
+    """Attention of queries fp32 [n, n_head * head_dim_k]: y fp32 [n, n_head * head_dim_v] and the same quantised.
+
+    The context must fit `partials`: no position may need more splits. `heads` is a power of 2 that divides the query
+    heads of a KV head (`heads_per_program`).
+    """
+    n, n_kv, dim, dim_v = q.shape[0], pages.n_kv, pages.k.shape[-1], pages.v.shape[-1]
+    n_head = q.shape[1] // dim
+    n_splits, width = partials.o.shape[2], partials.o.shape[3]
+    pages.check(n)
+    check("q", q, torch.float32, n, n_head * dim)
+    check("o", partials.o, torch.float32, n, n_head, n_splits, width)
+    check("ml", partials.ml, torch.float32, n, n_head, n_splits, 2)
+    if y is not None:
+        check("y", y, torch.float32, n, n_head * dim_v)
+    if mask.sinks is not None:
+        check("sinks", mask.sinks, torch.float32, n_head)
+    if n_head % n_kv or (n_head // n_kv) % heads or width < max(PAGE, dim_v):
+        raise ValueError(f"{heads} of {n_head} query heads of {n_kv} KV heads, or records of {width} values")
+    if n * n_head * n_splits >= 2**31:
+        raise ValueError(f"{n} tokens, {n_head} heads and {n_splits} splits are too many")
+    attend_split_kernel[(n_splits, n_head // heads, n)](
+        q,
+        pages.k,
+        pages.v,
+        partials.o,
+        partials.ml,
+        pages.positions,
+        pages.table,
+        mask.scale,
+        mask.softcap,
+        N_HEAD=n_head,
+        N_KV=n_kv,
+        HEADS=heads,
+        DIM=dim,
+        DIM_V=dim_v,
+        BLOCK_V=next_power_of_2(dim_v),
+        WIDTH=width,
+        MAX_PAGES=pages.table.shape[1],
+        MAX_SPLITS=n_splits,
+        WINDOW=mask.window,
+        HAS_CAP=mask.softcap != 0.0,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    activation, cls = arguments(quantised, n, n_head * dim_v)
+    block = 256
+    merge_splits_kernel[(-(-n_head * dim_v // block), n)](
+        partials.o,
+        partials.ml,
+        mask.sinks,
+        pages.positions,
+        y,
+        *activation,
+        N_HEAD=n_head,
+        DIM_V=dim_v,
+        WIDTH=width,
+        MAX_SPLITS=n_splits,
+        WINDOW=mask.window,
+        BLOCK=block,
+        CLS=cls,
+        PLANES=planes,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
