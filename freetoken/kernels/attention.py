@@ -89,11 +89,34 @@ def split_scores(q, k, begin, end, DIM: tl.constexpr):
 
 
 @triton.jit
+def add_rows(
+    out, weights, values, is_column, begin, end, DIM_V: tl.constexpr, UNROLL: tl.constexpr, IS_EDGE: tl.constexpr
+):  # fmt: skip
+    """out + weights[i] * values[i] in ascending i; at an edge of the split only begin <= i < end has values.
+
+    Weights come in pairs, since the number of loads is what bounds the speed.
+    """
+    pairs = weights.to(tl.pointer_type(tl.int64))
+    for i in tl.static_range(UNROLL):
+        if i % 2 == 0:
+            pair = tl.load(pairs + i // 2)
+        weight = (pair >> (i % 2 * 32)).to(tl.int32).to(tl.float32, bitcast=True)[:, None]
+        if IS_EDGE:
+            value = tl.load(values + i * DIM_V, mask=is_column & (i >= begin) & (i < end), other=0.0)
+        elif values.shape[1] > DIM_V:
+            value = tl.load(values + i * DIM_V, mask=is_column, other=0.0)
+        else:
+            value = tl.load(values + i * DIM_V)
+        out = out + weight * value.to(tl.float32)
+    return out
+
+
+@triton.jit
 def attend_split_kernel(
     q, k_pages, v_pages, o, ml, positions, table, scale, cap,
     N_HEAD: tl.constexpr, N_KV: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_V: tl.constexpr, WIDTH: tl.constexpr, MAX_PAGES: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Steps 1 and 2 of section 6."""
     split = tl.program_id(0)
@@ -111,32 +134,35 @@ def attend_split_kernel(
 
     j = tl.arange(0, 256)
     is_there = (j >= begin) & (j < end)
-    for i in range(HEADS):
-        s = split_scores(q + (token * N_HEAD + head + i) * DIM, k_pages + rows * DIM, begin, end, DIM) * scale
+    for member in range(HEADS):
+        s = split_scores(q + (token * N_HEAD + head + member) * DIM, k_pages + rows * DIM, begin, end, DIM) * scale
         if HAS_CAP:
             s = softcap(s, cap)
         m = tl.max(tl.where(is_there, s, float("-inf")), axis=0)
         p = tl.where(is_there, exp(s - m), 0.0)
-        tl.store(o + (record + i * MAX_SPLITS) * WIDTH + j, p)
-        tl.store(ml + (record + i * MAX_SPLITS) * 2, m)
+        tl.store(o + (record + member * MAX_SPLITS) * WIDTH + j, p)
+        tl.store(ml + (record + member * MAX_SPLITS) * 2, m)
     tl.debug_barrier()  # the weights p are read by all threads
 
-    heads = tl.arange(0, HEADS)[:, None] * (MAX_SPLITS * WIDTH)
+    heads = tl.arange(0, HEADS) * (MAX_SPLITS * WIDTH)
     weights = o + record * WIDTH + heads
     column = tl.arange(0, BLOCK_V)[None, :]
-    values = v_pages + rows * DIM_V + column + heads * 0
+    values = v_pages + rows * DIM_V + column + heads[:, None] * 0
+    is_column = column + heads[:, None] * 0 < DIM_V
     out = tl.zeros([HEADS, BLOCK_V], tl.float32)
     lanes = tl.zeros([HEADS, 8], tl.float32)
-    at = begin // 8 * 8
+    at = begin // UNROLL * UNROLL
     while at < end:  # Triton's interpreter has no range over numbers of the device
-        for i in tl.static_range(8):
-            is_row = (at + i >= begin) & (at + i < end)
-            value = tl.load(values + (at + i) * DIM_V, mask=is_row & (column + heads * 0 < DIM_V), other=0.0)
-            out = out + tl.load(weights + (at + i)) * value.to(tl.float32)
-        lanes = lanes + tl.load(weights + at + tl.arange(0, 8)[None, :])
-        at += 8
+        rows_at = values + at * DIM_V
+        if (at >= begin) & (at + UNROLL <= end):
+            out = add_rows(out, weights + at, rows_at, is_column, begin - at, end - at, DIM_V, UNROLL, False)
+        else:
+            out = add_rows(out, weights + at, rows_at, is_column, begin - at, end - at, DIM_V, UNROLL, True)
+        for i in tl.static_range(0, UNROLL, 8):
+            lanes = lanes + tl.load(weights[:, None] + at + i + tl.arange(0, 8)[None, :])
+        at += UNROLL
     tl.debug_barrier()  # what is written now lies where the weights lay
-    tl.store(o + record * WIDTH + heads + column, out, mask=column + heads * 0 < DIM_V)
+    tl.store(weights[:, None] + column, out, mask=is_column)
     tl.store(ml + (record + tl.arange(0, HEADS) * MAX_SPLITS) * 2 + 1, fold8(lanes))
 
 
@@ -240,6 +266,7 @@ def attend(
         MAX_SPLITS=n_splits,
         WINDOW=mask.window,
         HAS_CAP=mask.softcap != 0.0,
+        UNROLL=32,
         num_warps=4,
         enable_fp_fusion=False,
     )
