@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import os
+import pathlib
+from dataclasses import replace
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import pytest
 import torch
+from gguf_files import N_EXPERT as GGUF_EXPERTS
+from gguf_files import tiny_keys, tiny_tensors, write
 from gpu_compile import ARCHITECTURES, QUICK, compile_kernel
 
 from freetoken import quants
+from freetoken.experts.bank import LayerBanks, expert_banks
+from freetoken.experts.device import SlotCache
+from freetoken.experts.memory import SlotMemory, slot_sizes
+from freetoken.experts.slots import SlotState, size_classes
+from freetoken.experts.split import bounded_table
+from freetoken.gguf import open_model
 from freetoken.kernels import layout
 from freetoken.kernels.fills import FillBank, fill, fill_bank
 from freetoken.quants import GgmlType
+from freetoken.spec import read_spec
 
 N_EXPERT, N_SLOTS = 5, 4
 FILL = 0xA5
@@ -134,3 +145,40 @@ def test_kernel_compiles_to_wide_loads() -> None:
 @pytest.mark.slow
 def test_kernel_compiles_everywhere() -> None:
     compile_fill(ARCHITECTURES)
+
+
+def test_from_a_file_to_its_slots(tmp_path: pathlib.Path) -> None:
+    """Banks of a mapped file, pools by size, steps and their fills: each slot holds its owner's bytes."""
+    rng = np.random.default_rng(1)
+    types = {f"blk.{i}.ffn_{n}_exps.weight": GgmlType.Q8_0 for i in (0, 1) for n in ("gate", "up", "down")}
+    types |= {f"blk.1.ffn_{n}_exps.weight": GgmlType.Q4_0 for n in ("gate", "down")}
+    tensors = [
+        replace(t, data=rng.integers(0, 256, len(t.content()), np.uint8).tobytes()) if "_exps" in t.name else t
+        for t in tiny_tensors("qwen3moe", types)
+    ]
+    with open_model(write(tmp_path / "m.gguf", tiny_keys("qwen3moe"), tensors)) as model:
+        layers = expert_banks(read_spec(model), model)
+        sizes = slot_sizes(layers)
+        expert_bytes = [layer.expert_bytes for layer in layers if layer is not None]
+        state = SlotState(GGUF_EXPERTS, expert_bytes, size_classes(sizes, 0.05), (3, 2))
+        cache = SlotCache(state, "cpu", split=bounded_table(list(range(9))), fill_order="recent")
+        memory = SlotMemory(layers, state, "cpu")
+        for i in range(12):
+            ids = torch.from_numpy(rng.integers(0, GGUF_EXPERTS, (2, 2)).astype(np.int32))
+            memory.fill(i % 2, cache.step(i % 2, ids))
+            state.step(i % 2, ids.numpy(), bounded_table(list(range(9))))
+            check_slots(layers, state, memory)
+        assert state.counters[:, 2].sum() > 6
+        del layers, memory
+
+
+def check_slots(layers: tuple[LayerBanks | None, ...], state: SlotState, memory: SlotMemory) -> None:
+    for layer in layers:
+        assert layer is not None
+        for expert, slot in enumerate(state.slot_of[layer.layer]):
+            for bank, at in zip(layer.banks, memory.offsets[layer.layer], strict=True):
+                size = layout.slot_bytes(bank.type, bank.rows, bank.cols)
+                laid = memory.pools[layer.layer][slot, at : at + size]
+                if slot >= 0:
+                    raw = layout.restore(bank.type, laid, bank.rows, bank.cols).numpy()
+                    np.testing.assert_array_equal(raw.reshape(-1), bank.data[expert])

@@ -145,7 +145,7 @@ def _move(
     source, out_ptr, n_bytes, chunk, moves_ptr, block_units,
     UNIT: tl.constexpr, ALIGN: tl.constexpr, IS_PLAIN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of a matrix at address `source`. Loads are of ALIGN bytes a lane whatever the unit, as links like it."""
+    """One chunk of a matrix at address `source`. Each lane loads ALIGN bytes at once, whatever the unit."""
     kind: tl.constexpr = tl.int32 if UNIT == 4 else (tl.int16 if UNIT == 2 else tl.int8)
     n = tl.multiple_of(n_bytes // UNIT, ALIGN // UNIT)
     i = chunk * (CHUNK // UNIT) + tl.arange(0, CHUNK // UNIT)
