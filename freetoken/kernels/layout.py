@@ -19,7 +19,17 @@ import torch
 from freetoken import quants
 from freetoken.quants import GgmlType
 
-__all__ = ["ALIGNMENT", "Field", "destination", "fields", "is_identity", "plane_offsets", "relay", "restore", "slot_bytes"]
+__all__ = [
+    "ALIGNMENT",
+    "Field",
+    "destination",
+    "fields",
+    "is_identity",
+    "plane_offsets",
+    "relay",
+    "restore",
+    "slot_bytes",
+]
 
 ALIGNMENT = 128
 """Where planes, and so matrices, start."""
