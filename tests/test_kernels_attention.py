@@ -101,16 +101,10 @@ def test_attention(case: Case) -> None:
     width = case.n_head * case.dim_v
     y, out = torch.empty(n, width), empty_activation(case.cls, n, width)
     mask = Mask(scale, case.softcap, case.window, None if sinks is None else tensor(sinks))
-    attend(
-        tensor(q.reshape(n, -1)),
-        pages,
-        mask,
-        Partials.empty(n, case.n_head, splits, case.dim_v),
-        y,
-        out,
-        heads=case.heads,
-    )
+    partials = Partials.empty(n, case.n_head, splits, case.dim_v)
+    attend(tensor(q.reshape(n, -1)), pages, mask, partials, y, out, heads=case.heads)
     assert_same_bits(y, expected.reshape(n, -1))
+    assert not partials.arrived.any()
     assert_quantised(out, y.numpy())
 
 

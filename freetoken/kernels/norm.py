@@ -135,7 +135,7 @@ def combine_rows(
     weights = source.weights if isinstance(source, Rows) else None
     if weights is not None:
         check("weights", weights, torch.float32, n, k)
-    _check_optional(n, width, h=h, residual=residual, y=y, shared=shared and shared.row)
+    _check_optional(n, width, h=h, residual=residual, y=y, shared=shared.row if shared else None)
     gate = shared.gate if shared else None
     if gate is not None:
         check("gate", gate, torch.float32, n)

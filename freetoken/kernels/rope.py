@@ -22,8 +22,8 @@ __all__ = ["Angles", "Projection", "rotate_and_store"]
 
 @dataclass(frozen=True)
 class Projection:
-    """Rows of a product, fp32 [n, heads * width] (a view of wider rows, where several products write side by side), its
-    bias fp32 [heads * width], and its norm: of each head (weight [width]) or of all of them (weight [heads * width])."""
+    """Rows of a product, fp32 [n, heads * width] (a part of wider rows, where several products write side by side), its
+    bias fp32 [heads * width], and its norm: of each head (weight [width]) or of all (weight [heads * width])."""
 
     x: torch.Tensor
     bias: torch.Tensor | None = None
@@ -64,10 +64,7 @@ def rotate_head(
     if norm is not None:
         N: tl.constexpr = DIM if BY_HEAD else HEADS * DIM
         start = first if BY_HEAD else 0
-        if bias is None:
-            squares = sum_squares(x + start, None, N)
-        else:
-            squares = sum_squares(x + start, bias + start, N)
+        squares = sum_squares(x + start, None if bias is None else bias + start, N)
         scale = tl.math.div_rn(1.0, tl.math.sqrt_rn(tl.math.div_rn(squares, N * 1.0) + eps))
     HALF: tl.constexpr = ROT // 2
     pair = tl.arange(0, BLOCK)
