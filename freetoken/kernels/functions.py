@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["activate", "exp", "gelu", "rint", "silu", "tree8", "tree32"]
+__all__ = ["activate", "exp", "gelu", "rint", "silu", "tree8"]
 
 
 @triton.jit
@@ -48,20 +48,13 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def tree8(lanes, T: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
-    """tree8 of lanes [T, R, N], N up to 8; lanes that are not there are +0 and no lane is ever -0: [T, R]."""
+def tree8(lanes, N: tl.constexpr, R: tl.constexpr, T: tl.constexpr):
+    """tree8 of lanes [N, R, T], N up to 8; lanes that are not there are +0 and no lane is ever -0: [R, T]."""
     if N == 8:
-        lanes = tl.sum(tl.reshape(lanes, [T, R, 2, 4]), axis=2)
+        lanes = tl.sum(tl.reshape(lanes, [2, 4, R, T]), axis=0)
     if N >= 4:
-        lanes = tl.sum(tl.reshape(lanes, [T, R, 2, 2]), axis=2)
+        lanes = tl.sum(tl.reshape(lanes, [2, 2, R, T]), axis=0)
     if N >= 2:
-        return tl.sum(lanes, axis=2)
+        return tl.sum(lanes, axis=0)
     else:
-        return tl.reshape(lanes, [T, R])
-
-
-@triton.jit
-def tree32(lanes, T: tl.constexpr, R: tl.constexpr):
-    """The end of lanes32 for lanes [T, R, 32]: [T, R]."""
-    pairs = tl.sum(tl.reshape(lanes, [T, R, 2, 16]), axis=2)
-    return tree8(tl.sum(tl.reshape(pairs, [T, R, 2, 8]), axis=2), T, R, 8)
+        return tl.reshape(lanes, [R, T])

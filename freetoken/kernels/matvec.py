@@ -20,7 +20,7 @@ from freetoken.kernels.activations import MAX_TOKENS, Activation
 from freetoken.kernels.functions import activate, tree8
 from freetoken.kernels.layout import ALIGNMENT, slot_bytes
 from freetoken.kernels.matvec_float import float_products
-from freetoken.kernels.matvec_tiles import block_numbers, live, piece_numbers
+from freetoken.kernels.matvec_tiles import first_part, inside
 from freetoken.kernels.tables import table
 from freetoken.quants import GgmlType
 
@@ -64,68 +64,119 @@ TYPE_CLASS: dict[int, int] = {
 """Type -> class of its activation (0: plain fp32 rows); types that are not here have no kernel."""
 
 
+PARTS: dict[int, tuple[int, int]] = {
+    **dict.fromkeys(map(int, _CLASS_32), (1, 1)),
+    **dict.fromkeys(map(int, _CLASS_256), (16, 1)),
+    **dict.fromkeys((int(GgmlType.Q4_K), int(GgmlType.Q5_K), int(GgmlType.Q6_K)), (2, 4)),
+    **dict.fromkeys((int(GgmlType.Q2_K), int(GgmlType.Q3_K)), (2, 2)),
+    int(GgmlType.IQ4_XS): (8, 1),
+    int(GgmlType.Q8_0): (2, 1),
+}
+"""Into how many parts, along two axes, a type's terms cut a block."""
+
+
+@triton.constexpr_function
+def parts_of(type_id, axis):
+    return PARTS[type_id][axis]
+
+
 @triton.jit
-def terms(TYPE: tl.constexpr, w, first, n_blocks, block, piece, mask, q, dx, extra, T: tl.constexpr, R: tl.constexpr,
-          NB: tl.constexpr):  # fmt: skip
-    """Terms [T, R, NB] of a tile; `extra` is the activation's sums, or the type's table."""
+def terms(TYPE: tl.constexpr, w, first, n_blocks, block, piece, mask, q, dx, extra, NB: tl.constexpr, R: tl.constexpr,
+          T: tl.constexpr):  # fmt: skip
+    """Terms of a tile; `extra` is the activation's sums, or the type's table."""
     if TYPE == Q4_0:
-        return matvec_32.terms_q4_0(w, first, n_blocks, block, piece, mask, q, dx, extra, T, R, NB)
+        return matvec_32.terms_q4_0(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
     elif TYPE == Q4_1:
-        return matvec_32.terms_q4_1(w, first, n_blocks, block, piece, mask, q, dx, extra, T, R, NB)
+        return matvec_32.terms_q4_1(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
     elif TYPE == Q5_0:
-        return matvec_32.terms_q5_0(w, first, n_blocks, block, piece, mask, q, dx, extra, T, R, NB)
+        return matvec_32.terms_q5_0(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
     elif TYPE == Q5_1:
-        return matvec_32.terms_q5_1(w, first, n_blocks, block, piece, mask, q, dx, extra, T, R, NB)
+        return matvec_32.terms_q5_1(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
     elif TYPE == Q8_0:
-        return matvec_32.terms_q8_0(w, first, n_blocks, block, piece, mask, q, dx, extra, T, R, NB)
+        return matvec_32.terms_q8_0(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
     elif TYPE == IQ4_NL:
-        return matvec_32.terms_iq4_nl(w, first, n_blocks, block, piece, mask, q, dx, extra, T, R, NB)
+        return matvec_32.terms_iq4_nl(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
     elif TYPE == MXFP4:
-        return matvec_32.terms_mxfp4(w, first, n_blocks, block, piece, mask, q, dx, extra, T, R, NB)
+        return matvec_32.terms_mxfp4(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
     elif TYPE == Q2_K:
-        return matvec_k.terms_q2_k(w, first, n_blocks, block, piece, mask, q, dx, extra, T, R, NB)
+        return matvec_k.terms_q2_k(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
     elif TYPE == Q3_K:
-        return matvec_k.terms_q3_k(w, first, n_blocks, block, piece, mask, q, dx, extra, T, R, NB)
+        return matvec_k.terms_q3_k(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
     elif TYPE == Q4_K:
-        return matvec_k.terms_q4_k(w, first, n_blocks, block, piece, mask, q, dx, extra, T, R, NB)
+        return matvec_k.terms_q4_k(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
     elif TYPE == Q5_K:
-        return matvec_k.terms_q5_k(w, first, n_blocks, block, piece, mask, q, dx, extra, T, R, NB)
+        return matvec_k.terms_q5_k(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
     elif TYPE == Q6_K:
-        return matvec_k.terms_q6_k(w, first, n_blocks, block, piece, mask, q, dx, extra, T, R, NB)
+        return matvec_k.terms_q6_k(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
     elif TYPE == IQ4_XS:
-        return matvec_k.terms_iq4_xs(w, first, n_blocks, block, piece, mask, q, dx, extra, T, R, NB)
+        return matvec_k.terms_iq4_xs(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
     elif TYPE == IQ2_XXS:
-        return matvec_iq.terms_iq2_xxs(w, first, n_blocks, block, piece, mask, q, dx, extra, T, R, NB)
+        return matvec_iq.terms_iq2_xxs(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
     elif TYPE == IQ2_XS:
-        return matvec_iq.terms_iq2_xs(w, first, n_blocks, block, piece, mask, q, dx, extra, T, R, NB)
+        return matvec_iq.terms_iq2_xs(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
     elif TYPE == IQ2_S:
-        return matvec_iq.terms_iq2_s(w, first, n_blocks, block, piece, mask, q, dx, extra, T, R, NB)
+        return matvec_iq.terms_iq2_s(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
     elif TYPE == IQ3_XXS:
-        return matvec_iq.terms_iq3_xxs(w, first, n_blocks, block, piece, mask, q, dx, extra, T, R, NB)
+        return matvec_iq.terms_iq3_xxs(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
     else:
         tl.static_assert(TYPE == IQ3_S)
-        return matvec_iq.terms_iq3_s(w, first, n_blocks, block, piece, mask, q, dx, extra, T, R, NB)
+        return matvec_iq.terms_iq3_s(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
 
 
 @triton.jit
 def row_products(TYPE: tl.constexpr, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N: tl.constexpr,
                  T: tl.constexpr, R: tl.constexpr, NB: tl.constexpr):  # fmt: skip
-    """Products [T, R] of rows from row0 on with rows of the activation from token0 on.
+    """Products [R, T] of rows from row0 on with rows of the activation from token0 on.
 
-    A row has N blocks (float weights: values), a row of the activation `stride`; fp32 rows come as `q`.
+    A row has N blocks (float weights: values), a row of the activation `stride`; fp32 rows come as `q`. NB blocks are taken at a time.
     """
     if TYPE == F32:
         return float_products(w, row0, rows, q, stride, token0, tokens, N, 4, False, T, R)
     elif TYPE == F16 or TYPE == BF16:
         return float_products(w, row0, rows, q, stride, token0, tokens, N, 2, TYPE == F16, T, R)
+    elif NB > 8:
+        return products_32(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N, NB // 8, R, T)
     else:
-        first = row0.to(tl.int64) * N
-        lanes = tl.zeros([T, R, NB], tl.float32)
-        for k0 in range(0, N, NB):
-            block = block_numbers(row0, rows, k0, N, R, NB)
-            piece = piece_numbers(token0, tokens, stride, k0, N, T, NB)
-            lanes += terms(TYPE, w, first, n_blocks, block, piece, live(k0, N, NB), q, dx, extra, T, R, NB)
-        return tree8(lanes, T, R, NB)
+        return products_256(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N, NB, R, T)
+
+
+@triton.jit
+def products_256(TYPE: tl.constexpr, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N: tl.constexpr,
+                 NB: tl.constexpr, R: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """`row_products` of class 256: NB blocks of each row at a time."""
+    P0: tl.constexpr = parts_of(TYPE, 0)
+    P1: tl.constexpr = parts_of(TYPE, 1)
+    first = row0.to(tl.int64) * N
+    row = (tl.minimum(row0 + tl.arange(0, R), rows - 1) - row0)[None, None, None, :, None]
+    token = (token0 + tl.minimum(tl.arange(0, T), tokens - 1))[None, None, None, None, :]
+    lanes = tl.zeros([P0, P1, NB, R, T], tl.float32)
+    for k0 in range(0, N, NB):
+        number = k0 + tl.arange(0, NB)[None, None, :, None, None]
+        at = inside(number, N)
+        live = number < N if N % NB else tl.full([1, 1, NB, 1, 1], True, tl.int1)
+        lanes += terms(TYPE, w, first, n_blocks, row * N + at, token * stride + at, live, q, dx, extra, NB, R, T)
+    return tree8(first_part(lanes, P0, P1), NB, R, T)
+
+
+@triton.jit
+def products_32(TYPE: tl.constexpr, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N: tl.constexpr,
+                C: tl.constexpr, R: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """`row_products` of class 32: C times eight blocks of each row at a time, and their terms added in order."""
+    P0: tl.constexpr = parts_of(TYPE, 0)
+    P1: tl.constexpr = parts_of(TYPE, 1)
+    first = row0.to(tl.int64) * N
+    row = (tl.minimum(row0 + tl.arange(0, R), rows - 1) - row0)[None, None, None, None, :, None]
+    token = (token0 + tl.minimum(tl.arange(0, T), tokens - 1))[None, None, None, None, None, :]
+    eight = tl.arange(0, C)[None, None, None, :, None, None]
+    lanes = tl.zeros([P0, P1, 8, R, T], tl.float32)
+    for k0 in range(0, N, 8 * C):
+        number = k0 + 8 * eight + tl.arange(0, 8)[None, None, :, None, None, None]
+        at = inside(number, N)
+        live = number < N if N % (8 * C) else tl.full([1, 1, 8, C, 1, 1], True, tl.int1)
+        term = terms(TYPE, w, first, n_blocks, row * N + at, token * stride + at, live, q, dx, extra, C, R, T)
+        for c in tl.static_range(C):
+            lanes += tl.sum(tl.where(eight == c, term, 0.0), axis=3)
+    return tree8(first_part(lanes, P0, P1), 8, R, T)
 
 
 @triton.jit
@@ -135,8 +186,8 @@ def matvec_kernel(w, q, dx, extra, y, bias, n_blocks, rows, stride, tokens, y_st
     """R rows of a dense matrix for all tokens."""
     row0 = tl.program_id(0) * R
     total = row_products(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, 0, tokens, N, T, R, NB)
-    row = row0 + tl.arange(0, R)[None, :]
-    token = tl.arange(0, T)[:, None]
+    row = row0 + tl.arange(0, R)[:, None]
+    token = tl.arange(0, T)[None, :]
     if HAS_BIAS:
         total += tl.load(bias + tl.minimum(row, rows - 1))
     tl.store(y + token.to(tl.int64) * y_stride + row, total, mask=(row < rows) & (token < tokens))
@@ -159,7 +210,7 @@ def glu_kernel(slots, ids, h, slot_bytes, rows, n_used,
                          token, 1, GATE_N, 1, R, GATE_NB)  # fmt: skip
         u = row_products(UP, w + up, up_blocks, row0, rows, up_q, up_dx, up_extra, up_stride,
                          token, 1, UP_N, 1, R, UP_NB)  # fmt: skip
-        row = row0 + tl.arange(0, R)[None, :]
+        row = row0 + tl.arange(0, R)[:, None]
         tl.store(h + pair.to(tl.int64) * rows + row, activate(g, ACTIVATION) * u, mask=row < rows)
 
 
@@ -173,7 +224,7 @@ def down_kernel(slots, ids, y, slot_bytes, rows, down, q, dx, extra, n_blocks, s
     if slot >= 0:
         w = slots + slot.to(tl.int64) * slot_bytes + down
         total = row_products(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, pair, 1, N, 1, R, NB)
-        row = row0 + tl.arange(0, R)[None, :]
+        row = row0 + tl.arange(0, R)[:, None]
         tl.store(y + pair.to(tl.int64) * rows + row, total, mask=row < rows)
 
 
@@ -230,7 +281,7 @@ def _rows(w: Matrix | Bank, x: Source, count: int) -> _Rows:
     if x.q.shape[0] < count or x.pieces != -(-w.cols // 256):
         raise ValueError(f"{name} [{w.rows}, {w.cols}] with {count} rows of {tuple(x.q.shape)}")
     n = w.cols // width
-    tile = 8 if width == 32 else min(8, triton.next_power_of_2(n))
+    tile = (16 if w.type == GgmlType.Q8_0 else 32) if width == 32 else min(8, triton.next_power_of_2(n))
     found = table(w.type, x.q.device)
     return _Rows(x.q, x.dx, x.sums if found is None else found, w.rows * n, n, x.dx.shape[1], tile)
 

@@ -11,15 +11,16 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "block_numbers",
+    "byte",
+    "first_part",
     "half",
     "high_half",
+    "inside",
     "join_planes",
-    "live",
     "low_half",
-    "piece_numbers",
     "plane",
     "planes_of",
+    "signed_byte",
     "words",
 ]
 
@@ -36,38 +37,37 @@ def words(pointer):
 
 
 @triton.jit
-def block_numbers(row0, rows, k0, N: tl.constexpr, R: tl.constexpr, NB: tl.constexpr):
-    """Numbers [1, R, NB] of a tile's blocks, counted from the first block of row0; N blocks in a row."""
-    row = tl.minimum(row0 + tl.arange(0, R), rows - 1) - row0
-    return (row[:, None] * N + inside(k0, N, NB)[None, :])[None, :, :]
+def inside(number, N: tl.constexpr):
+    """Numbers of a row's blocks or of a block's parts, the last one in place of those past the end.
+
+    Also where nothing is past it: a minimum hides from Triton that neighbours are contiguous. It would give runs of them
+    to one lane each, and the values would then have to change lanes.
+    """
+    return tl.minimum(number, N - 1)
 
 
 @triton.jit
-def piece_numbers(token0, tokens, stride, k0, N: tl.constexpr, T: tl.constexpr, NB: tl.constexpr):
-    """Numbers [T, 1, NB] of the activation's blocks from row token0 on; `stride` blocks in a row of activations."""
-    token = token0 + tl.minimum(tl.arange(0, T), tokens - 1)
-    return (token[:, None] * stride + inside(k0, N, NB)[None, :])[:, None, :]
-
-
-@triton.jit
-def inside(k0, N: tl.constexpr, NB: tl.constexpr):
-    block = k0 + tl.arange(0, NB)
-    return block if N % NB == 0 else tl.minimum(block, N - 1)
-
-
-@triton.jit
-def live(k0, N: tl.constexpr, NB: tl.constexpr):
-    """Which of a tile's blocks are in the row: [1, 1, NB]."""
-    if N % NB == 0:
-        return tl.full([1, 1, NB], True, tl.int1)
-    else:
-        return (k0 + tl.arange(0, NB) < N)[None, None, :]
+def first_part(x, P0: tl.constexpr, P1: tl.constexpr):
+    """A tile [P0, P1, NB, R, T] whose parts are all equal, without its parts; zeros are added to the one that is kept."""
+    part = tl.arange(0, P0)[:, None, None, None, None] + tl.arange(0, P1)[None, :, None, None, None]
+    return tl.sum(tl.sum(tl.where(part == 0, x, 0.0), axis=0), axis=0)
 
 
 @triton.jit
 def half(pointer, mask):
     """fp16 factors, widened; 0 where there is no block."""
     return tl.load(pointer.to(tl.pointer_type(tl.float16)), mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def byte(word, B: tl.constexpr):
+    """Byte B of words, as int32."""
+    return ((word.to(tl.uint32, bitcast=True) >> (8 * B)) & 255).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def signed_byte(word, B: tl.constexpr):
+    return (word << (24 - 8 * B)) >> 24
 
 
 @triton.jit
