@@ -105,7 +105,10 @@ def fill(
     )  # fmt: skip
 
 
-@triton.jit
+_NUMBERS = [f"{name}{i}" for i in range(MAX_BANKS) for name in ("address", "bytes", "offset", "block_units")]
+
+
+@triton.jit(do_not_specialize=["slot_bytes", *_NUMBERS])  # one binary for all layers of the same types
 def _fill(
     slots_ptr, slot_bytes, expert_ptr, slot_ptr, counts_ptr,
     address0, bytes0, offset0, moves0_ptr, block_units0,
@@ -147,11 +150,11 @@ def _move(
 ):  # fmt: skip
     """One chunk of a matrix at address `source`. Each lane loads ALIGN bytes at once, whatever the unit."""
     kind: tl.constexpr = tl.int32 if UNIT == 4 else (tl.int16 if UNIT == 2 else tl.int8)
-    n = tl.multiple_of(n_bytes // UNIT, ALIGN // UNIT)
+    n = n_bytes // ALIGN * (ALIGN // UNIT)  # so that the compiler sees what it is a multiple of
     i = chunk * (CHUNK // UNIT) + tl.arange(0, CHUNK // UNIT)
     source_ptr = tl.multiple_of(source.to(tl.pointer_type(kind)), ALIGN)
     values = tl.load(source_ptr + i, mask=i < n)
-    to_ptr = out_ptr.to(tl.pointer_type(kind))
+    to_ptr = tl.multiple_of(out_ptr.to(tl.pointer_type(kind)), 16)
     if IS_PLAIN:
         tl.store(to_ptr + i, values, mask=i < n)
     else:

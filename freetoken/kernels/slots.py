@@ -119,8 +119,8 @@ def _blocks(n_ids: int, n_slots: int) -> tuple[int, int]:
 
 
 def _warps(block_n: int, block_s: int) -> int:
-    """Few, as each minimum waits for all of them; enough that a thread holds some 32 stamps or 64 pairs."""
-    return min(16, max(1, block_s // 1024, block_n * block_n // 2048))
+    """Few, as each minimum waits for all of them; enough that a thread holds some 32 stamps or 32 pairs."""
+    return min(16, max(1, block_s // 1024, block_n * block_n // 1024))
 
 
 def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -147,7 +147,12 @@ def _rebase(stamp_ptr, n_stamps, last_use_ptr, n_experts, shift, BLOCK: tl.const
         start += BLOCK
 
 
-@triton.jit
+_NUMBERS = (
+    "layer n_ids first_slot n_slots n_stamps n_expert n_experts expert_bytes clock_limit"  # one binary for all layers
+)
+
+
+@triton.jit(do_not_specialize=_NUMBERS.split())
 def _slot_step(
     ids_ptr, table_ptr, slot_of_ptr, last_use_ptr, owner_ptr, stamp_ptr, clock_ptr, counters_ptr,
     routes_ptr, fill_expert_ptr, fill_slot_ptr, cpu_expert_ptr, counts_ptr,
@@ -163,6 +168,7 @@ def _slot_step(
     row = layer * n_expert
     i = tl.arange(0, BLOCK_N)
     e = tl.load(ids_ptr + i, mask=i < n_ids, other=-1)
+    wanted_of = tl.load(table_ptr + 1 + i, mask=i < n_ids, other=0)  # lane i: of i + 1 misses; no wait later
     is_expert = (e >= 0) & (e < n_expert)
     slot = tl.load(slot_of_ptr + row + e, mask=is_expert, other=-1)
     used = tl.load(last_use_ptr + row + e, mask=is_expert, other=-1)
@@ -177,14 +183,18 @@ def _slot_step(
     is_hit = is_first & (slot >= 0)
     n_misses = tl.sum(is_miss.to(tl.int32), axis=0)
     tick = clock + n - 1 - d
+    tl.debug_barrier()  # all warps have read what is now written: each holds copies of these lanes
     tl.store(stamp_ptr + first_slot + slot, tick, mask=is_hit)
     tl.store(last_use_ptr + row + e, tick, mask=is_first)
 
     n_fills = 0
     is_filled = is_expert & (slot < -1)
     new_slot = slot
-    wanted = tl.minimum(tl.load(table_ptr + n_misses), n_misses)
+    wanted = tl.minimum(tl.sum(tl.where(i + 1 == n_misses, wanted_of, 0), axis=0), n_misses)
     if wanted > 0:
+        tl.debug_barrier()  # the hits' stamps are written
+        s = tl.arange(0, BLOCK_S)
+        stamp = tl.load(stamp_ptr + first_slot + s, mask=s < n_slots, other=_RESERVED)
         if BY_RECENCY:
             later = used[None, :] > used[:, None]
             is_before = later | ((used[None, :] == used[:, None]) & (d[None, :] < d[:, None]))
@@ -192,9 +202,6 @@ def _slot_step(
             is_before = e[None, :] < e[:, None]
         place = tl.sum((is_miss[None, :] & is_before).to(tl.int32), axis=1)
 
-        tl.debug_barrier()  # the hits' stamps are written
-        s = tl.arange(0, BLOCK_S)
-        stamp = tl.load(stamp_ptr + first_slot + s, mask=s < n_slots, other=_RESERVED)
         stamp = tl.where(stamp < clock, stamp, _RESERVED)
         n_fills = tl.minimum(wanted, tl.sum((stamp < clock).to(tl.int32), axis=0))
         v = 0
@@ -211,6 +218,7 @@ def _slot_step(
         is_new = is_filled & is_first
         at = first_slot + new_slot
         before = tl.load(owner_ptr + at, mask=is_new, other=-1)
+        tl.debug_barrier()  # all warps have read the owners
         tl.store(slot_of_ptr + before, tl.full([BLOCK_N], -1, tl.int32), mask=is_new & (before >= 0))
         tl.store(slot_of_ptr + row + e, new_slot, mask=is_new)
         tl.store(owner_ptr + at, row + e, mask=is_new)
