@@ -1,0 +1,365 @@
+"""Matrix-vector products of a decode step: dense matrices for up to 8 tokens, and experts in slots, one row a pair.
+
+Bits are those of docs/numerics.md, sections 3 and 4, for every type with a line there and F32, F16 and BF16. Matrices lie
+as `layout` says, activations as `activations` says (float weights take plain fp32 rows). A program is one warp with a
+few rows of one matrix: with single warps no sum crosses a barrier, and the activation's integers are loaded once for all
+of a program's rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from freetoken import quants
+from freetoken.kernels import matvec_32, matvec_iq, matvec_k
+from freetoken.kernels.activations import MAX_TOKENS, Activation
+from freetoken.kernels.functions import activate, tree8
+from freetoken.kernels.layout import ALIGNMENT, slot_bytes
+from freetoken.kernels.matvec_float import float_products
+from freetoken.kernels.matvec_tiles import first_part, inside
+from freetoken.kernels.tables import table
+from freetoken.quants import GgmlType
+
+__all__ = ["TYPE_CLASS", "Bank", "Matrix", "expert_down", "expert_glu", "matvec"]
+
+F32 = tl.constexpr(int(GgmlType.F32))
+F16 = tl.constexpr(int(GgmlType.F16))
+BF16 = tl.constexpr(int(GgmlType.BF16))
+Q4_0 = tl.constexpr(int(GgmlType.Q4_0))
+Q4_1 = tl.constexpr(int(GgmlType.Q4_1))
+Q5_0 = tl.constexpr(int(GgmlType.Q5_0))
+Q5_1 = tl.constexpr(int(GgmlType.Q5_1))
+Q8_0 = tl.constexpr(int(GgmlType.Q8_0))
+IQ4_NL = tl.constexpr(int(GgmlType.IQ4_NL))
+MXFP4 = tl.constexpr(int(GgmlType.MXFP4))
+Q2_K = tl.constexpr(int(GgmlType.Q2_K))
+Q3_K = tl.constexpr(int(GgmlType.Q3_K))
+Q4_K = tl.constexpr(int(GgmlType.Q4_K))
+Q5_K = tl.constexpr(int(GgmlType.Q5_K))
+Q6_K = tl.constexpr(int(GgmlType.Q6_K))
+IQ4_XS = tl.constexpr(int(GgmlType.IQ4_XS))
+IQ2_XXS = tl.constexpr(int(GgmlType.IQ2_XXS))
+IQ2_XS = tl.constexpr(int(GgmlType.IQ2_XS))
+IQ2_S = tl.constexpr(int(GgmlType.IQ2_S))
+IQ3_XXS = tl.constexpr(int(GgmlType.IQ3_XXS))
+IQ3_S = tl.constexpr(int(GgmlType.IQ3_S))
+
+_FLOATS = (GgmlType.F32, GgmlType.F16, GgmlType.BF16)
+_CLASS_32 = (
+    *(GgmlType.Q4_0, GgmlType.Q4_1, GgmlType.Q5_0, GgmlType.Q5_1, GgmlType.Q8_0, GgmlType.IQ4_NL, GgmlType.MXFP4),
+)
+_CLASS_256 = (
+    *(GgmlType.Q2_K, GgmlType.Q3_K, GgmlType.Q4_K, GgmlType.Q5_K, GgmlType.Q6_K, GgmlType.IQ4_XS),
+    *(GgmlType.IQ2_XXS, GgmlType.IQ2_XS, GgmlType.IQ2_S, GgmlType.IQ3_XXS, GgmlType.IQ3_S),
+)
+TYPE_CLASS: dict[int, int] = {
+    **dict.fromkeys(map(int, _FLOATS), 0),
+    **dict.fromkeys(map(int, _CLASS_32), 32),
+    **dict.fromkeys(map(int, _CLASS_256), 256),
+}
+"""Type -> class of its activation (0: plain fp32 rows); types that are not here have no kernel."""
+
+
+PARTS: dict[int, tuple[int, int]] = {
+    **dict.fromkeys(map(int, _CLASS_32), (1, 1)),
+    **dict.fromkeys(map(int, _CLASS_256), (16, 1)),
+    **dict.fromkeys((int(GgmlType.Q4_K), int(GgmlType.Q5_K), int(GgmlType.Q6_K)), (2, 4)),
+    **dict.fromkeys((int(GgmlType.Q2_K), int(GgmlType.Q3_K)), (2, 2)),
+    int(GgmlType.IQ4_XS): (8, 1),
+    int(GgmlType.Q8_0): (2, 1),
+}
+"""Into how many parts, along two axes, a type's terms cut a block."""
+
+
+@triton.constexpr_function
+def parts_of(type_id, axis):
+    return PARTS[type_id][axis]
+
+
+@triton.jit
+def terms(TYPE: tl.constexpr, w, first, n_blocks, block, piece, mask, q, dx, extra, NB: tl.constexpr, R: tl.constexpr,
+          T: tl.constexpr):  # fmt: skip
+    """Terms of a tile; `extra` is the activation's sums, or the type's table."""
+    if TYPE == Q4_0:
+        return matvec_32.terms_q4_0(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+    elif TYPE == Q4_1:
+        return matvec_32.terms_q4_1(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+    elif TYPE == Q5_0:
+        return matvec_32.terms_q5_0(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+    elif TYPE == Q5_1:
+        return matvec_32.terms_q5_1(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+    elif TYPE == Q8_0:
+        return matvec_32.terms_q8_0(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+    elif TYPE == IQ4_NL:
+        return matvec_32.terms_iq4_nl(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+    elif TYPE == MXFP4:
+        return matvec_32.terms_mxfp4(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+    elif TYPE == Q2_K:
+        return matvec_k.terms_q2_k(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+    elif TYPE == Q3_K:
+        return matvec_k.terms_q3_k(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+    elif TYPE == Q4_K:
+        return matvec_k.terms_q4_k(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+    elif TYPE == Q5_K:
+        return matvec_k.terms_q5_k(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+    elif TYPE == Q6_K:
+        return matvec_k.terms_q6_k(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+    elif TYPE == IQ4_XS:
+        return matvec_k.terms_iq4_xs(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+    elif TYPE == IQ2_XXS:
+        return matvec_iq.terms_iq2_xxs(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+    elif TYPE == IQ2_XS:
+        return matvec_iq.terms_iq2_xs(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+    elif TYPE == IQ2_S:
+        return matvec_iq.terms_iq2_s(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+    elif TYPE == IQ3_XXS:
+        return matvec_iq.terms_iq3_xxs(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+    else:
+        tl.static_assert(TYPE == IQ3_S)
+        return matvec_iq.terms_iq3_s(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+
+
+@triton.jit
+def row_products(TYPE: tl.constexpr, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N: tl.constexpr,
+                 T: tl.constexpr, R: tl.constexpr, NB: tl.constexpr):  # fmt: skip
+    """Products [R, T] of rows from row0 on with rows of the activation from token0 on.
+
+    A row has N blocks (float weights: values), a row of the activation `stride`; fp32 rows come as `q`. NB blocks are taken at a time.
+    """
+    if TYPE == F32:
+        return float_products(w, row0, rows, q, stride, token0, tokens, N, 4, False, T, R)
+    elif TYPE == F16 or TYPE == BF16:
+        return float_products(w, row0, rows, q, stride, token0, tokens, N, 2, TYPE == F16, T, R)
+    elif NB > 8:
+        return products_32(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N, NB // 8, R, T)
+    else:
+        return products_256(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N, NB, R, T)
+
+
+@triton.jit
+def products_256(TYPE: tl.constexpr, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N: tl.constexpr,
+                 NB: tl.constexpr, R: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """`row_products` of class 256: NB blocks of each row at a time."""
+    P0: tl.constexpr = parts_of(TYPE, 0)
+    P1: tl.constexpr = parts_of(TYPE, 1)
+    first = row0.to(tl.int64) * N
+    row = (tl.minimum(row0 + tl.arange(0, R), rows - 1) - row0)[None, None, None, :, None]
+    token = (token0 + tl.minimum(tl.arange(0, T), tokens - 1))[None, None, None, None, :]
+    lanes = tl.zeros([P0, P1, NB, R, T], tl.float32)
+    for k0 in range(0, N, NB):
+        number = k0 + tl.arange(0, NB)[None, None, :, None, None]
+        at = inside(number, N)
+        live = number < N if N % NB else tl.full([1, 1, NB, 1, 1], True, tl.int1)
+        lanes += terms(TYPE, w, first, n_blocks, row * N + at, token * stride + at, live, q, dx, extra, NB, R, T)
+    return tree8(first_part(lanes, P0, P1), NB, R, T)
+
+
+@triton.jit
+def products_32(TYPE: tl.constexpr, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N: tl.constexpr,
+                C: tl.constexpr, R: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """`row_products` of class 32: C times eight blocks of each row at a time, and their terms added in order."""
+    P0: tl.constexpr = parts_of(TYPE, 0)
+    P1: tl.constexpr = parts_of(TYPE, 1)
+    first = row0.to(tl.int64) * N
+    row = (tl.minimum(row0 + tl.arange(0, R), rows - 1) - row0)[None, None, None, None, :, None]
+    token = (token0 + tl.minimum(tl.arange(0, T), tokens - 1))[None, None, None, None, None, :]
+    eight = tl.arange(0, C)[None, None, None, :, None, None]
+    lanes = tl.zeros([P0, P1, 8, R, T], tl.float32)
+    for k0 in range(0, N, 8 * C):
+        number = k0 + 8 * eight + tl.arange(0, 8)[None, None, :, None, None, None]
+        at = inside(number, N)
+        live = number < N if N % (8 * C) else tl.full([1, 1, 8, C, 1, 1], True, tl.int1)
+        term = terms(TYPE, w, first, n_blocks, row * N + at, token * stride + at, live, q, dx, extra, C, R, T)
+        for c in tl.static_range(C):
+            lanes += tl.sum(tl.where(eight == c, term, 0.0), axis=3)
+    return tree8(first_part(lanes, P0, P1), 8, R, T)
+
+
+@triton.jit
+def matvec_kernel(w, q, dx, extra, y, bias, n_blocks, rows, stride, tokens, y_stride, HAS_BIAS: tl.constexpr,
+                  TYPE: tl.constexpr, N: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
+                  NB: tl.constexpr):  # fmt: skip
+    """R rows of a dense matrix for all tokens."""
+    row0 = tl.program_id(0) * R
+    total = row_products(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, 0, tokens, N, T, R, NB)
+    row = row0 + tl.arange(0, R)[:, None]
+    token = tl.arange(0, T)[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + tl.minimum(row, rows - 1))
+    tl.store(y + token.to(tl.int64) * y_stride + row, total, mask=(row < rows) & (token < tokens))
+
+
+@triton.jit
+def glu_kernel(slots, ids, h, slot_bytes, rows, n_used,
+               gate, gate_q, gate_dx, gate_extra, gate_blocks, gate_stride,
+               up, up_q, up_dx, up_extra, up_blocks, up_stride, ACTIVATION: tl.constexpr,
+               GATE: tl.constexpr, GATE_N: tl.constexpr, GATE_NB: tl.constexpr,
+               UP: tl.constexpr, UP_N: tl.constexpr, UP_NB: tl.constexpr, R: tl.constexpr):  # fmt: skip
+    """R values of one routed pair's hidden row; `gate` and `up` are offsets in its slot."""
+    row0 = tl.program_id(0) * R
+    pair = tl.program_id(1)
+    slot = tl.load(ids + pair)
+    if slot >= 0:
+        token = pair // n_used
+        w = slots + slot.to(tl.int64) * slot_bytes
+        g = row_products(GATE, w + gate, gate_blocks, row0, rows, gate_q, gate_dx, gate_extra, gate_stride,
+                         token, 1, GATE_N, 1, R, GATE_NB)  # fmt: skip
+        u = row_products(UP, w + up, up_blocks, row0, rows, up_q, up_dx, up_extra, up_stride,
+                         token, 1, UP_N, 1, R, UP_NB)  # fmt: skip
+        row = row0 + tl.arange(0, R)[:, None]
+        tl.store(h + pair.to(tl.int64) * rows + row, activate(g, ACTIVATION) * u, mask=row < rows)
+
+
+@triton.jit
+def down_kernel(slots, ids, y, slot_bytes, rows, down, q, dx, extra, n_blocks, stride,
+                TYPE: tl.constexpr, N: tl.constexpr, R: tl.constexpr, NB: tl.constexpr):  # fmt: skip
+    """R values of one routed pair's output row."""
+    row0 = tl.program_id(0) * R
+    pair = tl.program_id(1)
+    slot = tl.load(ids + pair)
+    if slot >= 0:
+        w = slots + slot.to(tl.int64) * slot_bytes + down
+        total = row_products(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, pair, 1, N, 1, R, NB)
+        row = row0 + tl.arange(0, R)[:, None]
+        tl.store(y + pair.to(tl.int64) * rows + row, total, mask=row < rows)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A dense matrix on a device: `data` uint8 [slot_bytes] as `layout` has it."""
+
+    type: int
+    rows: int
+    cols: int
+    data: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Bank:
+    """Where one matrix of an expert lies in every slot: `offset` bytes from the slot's start."""
+
+    type: int
+    rows: int
+    cols: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Kernel arguments of a matrix with its activation."""
+
+    q: torch.Tensor
+    dx: torch.Tensor
+    extra: torch.Tensor
+    n_blocks: int
+    n: int
+    stride: int
+    tile: int
+
+
+Source = Activation | torch.Tensor
+"""What a matrix is multiplied with: fp32 rows [n, cols] for float weights, else an Activation of the type's class."""
+
+
+def _rows(w: Matrix | Bank, x: Source, count: int) -> _Rows:
+    """Checks that `x` has `count` rows as the matrix wants them."""
+    name, width = quants.type_name(w.type), TYPE_CLASS.get(w.type)
+    if width is None:
+        raise ValueError(f"{name} has no kernel")
+    if width == 0:
+        if isinstance(x, Activation) or x.dtype != torch.float32 or x.stride(1) != 1:
+            raise ValueError(f"{name} takes contiguous fp32 rows")
+        if x.shape[0] < count or x.shape[1] != w.cols:
+            raise ValueError(f"{name} [{w.rows}, {w.cols}] with {count} of {tuple(x.shape)} rows")
+        return _Rows(x, x, x, w.rows * w.cols, w.cols, x.stride(0), 32)
+    if not isinstance(x, Activation) or x.width != width:
+        raise ValueError(f"{name} takes an activation of class {width}")
+    if x.q.shape[0] < count or x.pieces != -(-w.cols // 256):
+        raise ValueError(f"{name} [{w.rows}, {w.cols}] with {count} rows of {tuple(x.q.shape)}")
+    n = w.cols // width
+    tile = (16 if w.type == GgmlType.Q8_0 else 32) if width == 32 else min(8, triton.next_power_of_2(n))
+    found = table(w.type, x.q.device)
+    return _Rows(x.q, x.dx, x.sums if found is None else found, w.rows * n, n, x.dx.shape[1], tile)
+
+
+def _rows_per_program(type_id: int, tokens: int) -> int:
+    if TYPE_CLASS[type_id] == 256:
+        return 4 if tokens == 1 else 2
+    return 8 if tokens <= 2 else 4
+
+
+def matvec(w: Matrix, x: Source, y: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """y [tokens, rows] = products of every row of `w` with up to 8 rows of x, plus `bias` fp32 [rows]."""
+    tokens = y.shape[0]
+    at = _rows(w, x, tokens)
+    if not 1 <= tokens <= MAX_TOKENS or y.shape[1] != w.rows or y.dtype != torch.float32 or y.stride(1) != 1:
+        raise ValueError(f"need contiguous fp32 rows [1..{MAX_TOKENS}, {w.rows}] for the result, got {tuple(y.shape)}")
+    if w.data.dtype != torch.uint8 or w.data.numel() < slot_bytes(w.type, w.rows, w.cols):
+        raise ValueError(f"{quants.type_name(w.type)} [{w.rows}, {w.cols}] in {w.data.numel()} bytes")
+    rows = _rows_per_program(w.type, tokens)
+    matvec_kernel[(triton.cdiv(w.rows, rows),)](
+        *(w.data, at.q, at.dx, at.extra, y, y if bias is None else bias),
+        *(at.n_blocks, w.rows, at.stride, tokens, y.stride(0), bias is not None),
+        *(w.type, at.n, triton.next_power_of_2(tokens), rows, at.tile),
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+
+
+def _check_pairs(slots: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, banks: tuple[Bank, ...]) -> None:
+    if slots.dtype != torch.uint8 or not slots.is_contiguous() or slots.shape[1] % ALIGNMENT:
+        raise ValueError(f"slots are contiguous uint8 rows of whole {ALIGNMENT} bytes, got {tuple(slots.shape)}")
+    if ids.dtype != torch.int32 or not ids.is_contiguous():
+        raise ValueError(f"slot numbers are contiguous int32, got {ids.dtype}")
+    if out.shape != (ids.numel(), banks[0].rows) or out.dtype != torch.float32 or not out.is_contiguous():
+        raise ValueError(f"need contiguous fp32 [{ids.numel()}, {banks[0].rows}] for the result, got {tuple(out.shape)}")
+    for bank in banks:
+        end = bank.offset + slot_bytes(bank.type, bank.rows, bank.cols)
+        if bank.offset % ALIGNMENT or end > slots.shape[1] or bank.rows != banks[0].rows:
+            raise ValueError(f"a bank at {bank.offset} to {end} does not fit slots of {slots.shape[1]} bytes")
+
+
+def expert_glu(
+    slots: torch.Tensor,
+    ids: torch.Tensor,
+    banks: tuple[Bank, Bank],
+    x: tuple[Source, Source],
+    h: torch.Tensor,
+    activation: int = 0,
+) -> None:
+    """h [pairs, n_ff] = act(gate x) * (up x) for every routed pair whose slot is there.
+
+    `slots` uint8 [n_slots, slot_bytes]; `ids` int32 [tokens, n_used], the pairs' slots, -1 to leave a pair's row as it
+    is. `banks` and `x` are those of gate and up, x with one row a token. `activation` 0 is silu, 1 is gelu.
+    """
+    gate, up = banks
+    _check_pairs(slots, ids, h, banks)
+    tokens, n_used = ids.shape
+    g, u = _rows(gate, x[0], tokens), _rows(up, x[1], tokens)
+    rows = min(_rows_per_program(gate.type, 1), _rows_per_program(up.type, 1))
+    glu_kernel[(triton.cdiv(gate.rows, rows), tokens * n_used)](
+        *(slots, ids, h, slots.shape[1], gate.rows, n_used),
+        *(gate.offset, g.q, g.dx, g.extra, g.n_blocks, g.stride),
+        *(up.offset, u.q, u.dx, u.extra, u.n_blocks, u.stride),
+        *(activation, gate.type, g.n, g.tile, up.type, u.n, u.tile, rows),
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+
+
+def expert_down(slots: torch.Tensor, ids: torch.Tensor, bank: Bank, h: Source, y: torch.Tensor) -> None:
+    """y [pairs, rows] = down h for every routed pair whose slot is there; h has one row a pair."""
+    _check_pairs(slots, ids, y, (bank,))
+    at = _rows(bank, h, ids.numel())
+    rows = _rows_per_program(bank.type, 1)
+    down_kernel[(triton.cdiv(bank.rows, rows), ids.numel())](
+        *(slots, ids, y, slots.shape[1], bank.rows, bank.offset),
+        *(at.q, at.dx, at.extra, at.n_blocks, at.stride),
+        *(bank.type, at.n, rows, at.tile),
+        num_warps=1,
+        enable_fp_fusion=False,
+    )

@@ -1,0 +1,51 @@
+"""Compiles Triton kernels ahead of time, without a GPU, for the architectures that we support."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+ARCHITECTURES = (75, 80, 86, 89, 90, 120)
+"""Compute capabilities, as major * 10 + minor."""
+QUICK = (75, 90)
+"""Those compiled in the default tests."""
+
+_CODE = """
+import importlib, sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+module, name, signature, constexprs, divisible, warps, archs = eval(sys.argv[1])
+kernel = getattr(importlib.import_module(module), name)
+attrs = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in divisible}
+signature = signature | dict.fromkeys(constexprs, "constexpr")
+signature = {n: signature[n] for n in kernel.arg_names}
+for arch in archs:
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(n),): v for n, v in constexprs.items()}, attrs)
+    options = {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": False}
+    done = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    assert done.asm["cubin"] and done.metadata.shared <= 64 * 1024, done.metadata.shared
+    print(done.asm["ptx"])
+"""
+
+
+def compile_kernel(
+    module: str,
+    name: str,
+    signature: dict[str, str],
+    constexprs: dict[str, object],
+    *,
+    divisible: tuple[str, ...] = (),
+    warps: int = 4,
+    archs: tuple[int, ...] = QUICK,
+) -> str:
+    """PTX of a kernel for all of `archs`; raises where one does not compile or wants more than 64 KB of shared memory.
+
+    `signature` has types as Triton writes them ("*i32", "i64"), `divisible` arguments that are multiples of 16. In a
+    process of its own: under TRITON_INTERPRET=1 a kernel cannot be compiled.
+    """
+    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    spec = repr((module, name, signature, constexprs, divisible, warps, archs))
+    done = subprocess.run([sys.executable, "-c", _CODE, spec], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
