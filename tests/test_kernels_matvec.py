@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from kernel_bits import assert_quantised, assert_same_bits, tensor  # isort: skip
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -109,20 +111,20 @@ def test_float_products_with_a_bias(type_id: int, cols: int, tokens: int) -> Non
     assert (y[:, :3] == 7).all() and (y[:, 14:] == 7).all()
 
 
-MIXES = [
-    (Type.Q4_K, Type.Q4_K, Type.Q6_K),
-    (Type.MXFP4, Type.MXFP4, Type.MXFP4),
-    (Type.Q4_K, Type.Q8_0, Type.Q5_1),
-    (Type.IQ2_XXS, Type.Q2_K, Type.F16),
-    (Type.F16, Type.IQ4_XS, Type.Q3_K),
+MIXES = [  # gate, up, down, n_ff, activation; wide hidden rows are slow to interpret
+    (Type.Q4_K, Type.Q4_K, Type.Q8_0, 32, 0),
+    (Type.MXFP4, Type.MXFP4, Type.MXFP4, 32, 1),
+    (Type.Q4_K, Type.Q8_0, Type.Q5_1, 32, 0),
+    (Type.IQ2_XXS, Type.Q2_K, Type.F16, 32, 1),
+    (Type.F16, Type.F16, Type.Q6_K, 256, 0),
 ]
 
 
-@pytest.mark.parametrize("types", MIXES, ids=lambda t: "-".join(x.name for x in t))
-@pytest.mark.parametrize("act", [0, 1])
-def test_experts_in_slots(types: tuple[Type, Type, Type], act: int) -> None:
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "-".join(t.name for t in mix[:3]))
+def test_experts_in_slots(mix: tuple[Type, Type, Type, int, int]) -> None:
     rng = np.random.default_rng(17)
-    cols, n_ff, n_slots = 512, 256, 3
+    types, n_ff, act = mix[:3], *mix[3:]
+    cols, n_slots = 256, 3
     shapes = ((n_ff, cols), (n_ff, cols), (5, n_ff))
     sizes = [layout.slot_bytes(t, *shape) for t, shape in zip(types, shapes, strict=True)]
     starts = np.cumsum([128, *sizes])
@@ -132,7 +134,7 @@ def test_experts_in_slots(types: tuple[Type, Type, Type], act: int) -> None:
         for t, shape, bank, start in zip(types, shapes, banks, starts, strict=False):
             layout.relay(t, tensor(bank), slot[start : start + layout.slot_bytes(t, *shape)])
     gate, up, down = (Bank(int(t), *s, int(at)) for t, s, at in zip(types, shapes, starts, strict=False))
-    ids = torch.tensor([[2, -1], [0, 2]], dtype=torch.int32)
+    ids = torch.tensor([[2, -1], [-1, 0]], dtype=torch.int32)
     x = rng.standard_normal((2, cols)).astype(np.float32)
     h, y = torch.full((4, n_ff), 7.0), torch.full((4, 5), 7.0)
     expert_glu(slots, ids, (gate, up), (source(x, gate.type), source(x, up.type)), h, act)
@@ -173,8 +175,6 @@ SIZES = ("n_blocks", "rows", "stride", "tokens", "y_stride", "slot_bytes", "down
 
 def compile_ptx(name: str, constants: dict[str, object], archs: tuple[int, ...], module: str = "matvec") -> None:
     """Compiles a kernel; its text has no fused multiply-add, no flush to zero and no approximate division."""
-    import importlib
-
     kernel = getattr(importlib.import_module(f"freetoken.kernels.{module}"), name)
     signature = {}
     for argument in kernel.arg_names:
@@ -183,7 +183,8 @@ def compile_ptx(name: str, constants: dict[str, object], archs: tuple[int, ...],
         signature[argument] = kinds[0] if kinds else "i32"
     signature = {k: v for k, v in signature.items() if k not in constants}
     whole = tuple(k for k, v in signature.items() if v[0] == "*" or k in ("slot_bytes", "gate", "up", "down", "rows"))
-    ptx = compile_kernel(f"freetoken.kernels.{module}", name, signature, constants, divisible=whole, warps=1, archs=archs)
+    place = f"freetoken.kernels.{module}"
+    ptx = compile_kernel(place, name, signature, constants, divisible=whole, warps=1, archs=archs)
     for word in ("fma.rn.f32", ".ftz", "div.full", "div.approx"):
         assert word not in ptx, word
 

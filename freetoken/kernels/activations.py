@@ -97,5 +97,15 @@ def quantize(x: torch.Tensor, out: Activation, planes: int = 2) -> None:
     if n > out.q.shape[0] or cols % out.width or -(-cols // PIECE) != out.pieces:
         raise ValueError(f"{n} rows of {cols} values do not fit an activation of {tuple(out.q.shape)}")
     quantize_kernel[(out.pieces, n)](
-        x, out.q, out.dx, out.sums, cols, x.stride(0), out.pieces, out.width, planes, num_warps=1, enable_fp_fusion=False
+        x,
+        out.q,
+        out.dx,
+        out.sums,
+        cols,
+        x.stride(0),
+        out.pieces,
+        out.width,
+        planes,
+        num_warps=1,
+        enable_fp_fusion=False,
     )

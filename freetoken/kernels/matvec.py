@@ -1,9 +1,8 @@
 """Matrix-vector products of a decode step: dense matrices for up to 8 tokens, and experts in slots, one row a pair.
 
-Bits are those of docs/numerics.md, sections 3 and 4, for every type with a line there and F32, F16 and BF16. Matrices lie
-as `layout` says, activations as `activations` says (float weights take plain fp32 rows). A program is one warp with a
-few rows of one matrix: with single warps no sum crosses a barrier, and the activation's integers are loaded once for all
-of a program's rows.
+Bits are those of docs/numerics.md, sections 3 and 4, for every type with a line there and F32, F16 and BF16. Matrices
+lie as `layout` says, activations as `activations` says (float weights take plain fp32 rows). A program is one warp with
+a few rows of one matrix: no sum crosses a barrier, and the activation's integers are loaded once for all of its rows.
 """
 
 from __future__ import annotations
@@ -128,11 +127,12 @@ def row_products(TYPE: tl.constexpr, w, n_blocks, row0, rows, q, dx, extra, stri
                  T: tl.constexpr, R: tl.constexpr, NB: tl.constexpr):  # fmt: skip
     """Products [R, T] of rows from row0 on with rows of the activation from token0 on.
 
-    A row has N blocks (float weights: values), a row of the activation `stride`; fp32 rows come as `q`. NB blocks are taken at a time.
+    A row has N blocks (float weights: values), a row of the activation `stride`; fp32 rows come as `q`.
+    NB blocks are taken at a time.
     """
     if TYPE == F32:
         return float_products(w, row0, rows, q, stride, token0, tokens, N, 4, False, T, R)
-    elif TYPE == F16 or TYPE == BF16:
+    elif TYPE == F16 or TYPE == BF16:  # noqa: SIM109
         return float_products(w, row0, rows, q, stride, token0, tokens, N, 2, TYPE == F16, T, R)
     elif NB > 8:
         return products_32(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N, NB // 8, R, T)
@@ -287,9 +287,12 @@ def _rows(w: Matrix | Bank, x: Source, count: int) -> _Rows:
 
 
 def _rows_per_program(type_id: int, tokens: int) -> int:
-    if TYPE_CLASS[type_id] == 256:
-        return 4 if tokens == 1 else 2
-    return 8 if tokens <= 2 else 4
+    """As many as leave the integers in registers; float weights want four, for their rows are lanes."""
+    if TYPE_CLASS[type_id] == 0:
+        return 4
+    if PARTS[type_id] == (16, 1):
+        return 1
+    return 2 if tokens > 1 or type_id == GgmlType.IQ4_XS else 4
 
 
 def matvec(w: Matrix, x: Source, y: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -316,7 +319,9 @@ def _check_pairs(slots: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, bank
     if ids.dtype != torch.int32 or not ids.is_contiguous():
         raise ValueError(f"slot numbers are contiguous int32, got {ids.dtype}")
     if out.shape != (ids.numel(), banks[0].rows) or out.dtype != torch.float32 or not out.is_contiguous():
-        raise ValueError(f"need contiguous fp32 [{ids.numel()}, {banks[0].rows}] for the result, got {tuple(out.shape)}")
+        raise ValueError(
+            f"need contiguous fp32 [{ids.numel()}, {banks[0].rows}] for the result, got {tuple(out.shape)}"
+        )
     for bank in banks:
         end = bank.offset + slot_bytes(bank.type, bank.rows, bank.cols)
         if bank.offset % ALIGNMENT or end > slots.shape[1] or bank.rows != banks[0].rows:

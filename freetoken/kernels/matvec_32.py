@@ -1,7 +1,8 @@
 """Terms of the types with blocks of 32 values (docs/numerics.md, section 3) for a tile of C times eight blocks:
 fp32 [P0, 1, 8, C, R, T], equal over the parts P0 of a block (Q8_0 has two).
 
-Arguments as in matvec_k, with the axes 8 and C in place of NB: a lane of the law is one of the eight. Sums are of the carried integers a, which int32 holds.
+Arguments as in matvec_k, with the axes 8 and C in place of NB: a lane of the law is one of the eight. Sums are of the
+carried integers a, which int32 holds.
 """
 
 from __future__ import annotations
@@ -40,7 +41,17 @@ def fifth_bits(w, first, block):
 
 
 @triton.jit
-def nibble_sum(word, fifth, q, piece, BIAS: tl.constexpr, HAS_FIFTH: tl.constexpr, C: tl.constexpr, R: tl.constexpr, T: tl.constexpr):
+def nibble_sum(
+    word,
+    fifth,
+    q,
+    piece,
+    BIAS: tl.constexpr,
+    HAS_FIFTH: tl.constexpr,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    T: tl.constexpr,
+):
     """sum (n - BIAS) * a, n of nibbles and fifth bits: int32 [1, 1, 8, C, R, T]."""
     at = four(integers_at(q, piece))
     total = tl.zeros([1, 1, 8, C, R, T, 4], tl.int32)
@@ -76,7 +87,9 @@ def terms_q8_0(w, first, n_blocks, block, piece, live, q, dx, sums, C: tl.conste
     for b in tl.static_range(4):
         total += signed_byte(word, b) * tl.load(at + 64 * b)
     d = half(w + p1 + first * 2 + (block + 0 * t) * 2, live)
-    return (d * tl.load(dx + piece + 0 * t, mask=live, other=0.0)) * tl.sum(tl.sum(total, axis=6), axis=0, keep_dims=True).to(tl.float32)
+    return (d * tl.load(dx + piece + 0 * t, mask=live, other=0.0)) * tl.sum(
+        tl.sum(total, axis=6), axis=0, keep_dims=True
+    ).to(tl.float32)
 
 
 @triton.jit
@@ -134,7 +147,9 @@ def terms_mxfp4(w, first, n_blocks, block, piece, live, q, dx, sums, C: tl.const
 
 
 @triton.jit
-def terms_iq4_nl(w, first, n_blocks, block, piece, live, q, dx, table, C: tl.constexpr, R: tl.constexpr, T: tl.constexpr):
+def terms_iq4_nl(
+    w, first, n_blocks, block, piece, live, q, dx, table, C: tl.constexpr, R: tl.constexpr, T: tl.constexpr
+):
     p1 = plane(0, n_blocks, 16)
     word = nibble_words(w, first, block)
     at = four(integers_at(q, piece))

@@ -10,8 +10,18 @@ __all__ = ["float_products"]
 
 @triton.jit
 def float_products(
-    w, row0, rows, x, stride, token0, tokens, COLS: tl.constexpr, BYTES: tl.constexpr, IS_HALF: tl.constexpr,
-    T: tl.constexpr, R: tl.constexpr
+    w,
+    row0,
+    rows,
+    x,
+    stride,
+    token0,
+    tokens,
+    COLS: tl.constexpr,
+    BYTES: tl.constexpr,
+    IS_HALF: tl.constexpr,
+    T: tl.constexpr,
+    R: tl.constexpr,
 ):
     """Products [R, T] of rows from row0 on with unquantised rows of x; 2 bytes are fp16 (IS_HALF) or bf16.
 

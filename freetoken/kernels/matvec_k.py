@@ -1,10 +1,10 @@
-"""Terms of Q2_K to Q6_K and IQ4_XS (docs/numerics.md, section 3) for a tile of blocks: fp32 [P0, P1, NB, R, T], equal over the
-parts P0 and P1 of a block.
+"""Terms of Q2_K to Q6_K and IQ4_XS (docs/numerics.md, section 3) for a tile of blocks: fp32 [P0, P1, NB, R, T].
 
-Every function takes the matrix's bytes `w`, the number `first` of the program's first block, the matrix's `n_blocks`,
-the tile's `block` [1, 1, NB, R, 1], `piece` [1, 1, NB, 1, T] and `live` [1, 1, NB, 1, 1], and the activation. A thread's part of a tile is the 16 bytes
-that hold 16 consecutive values (or 16 of each field), so that one sub-block's sums stay packed in one int32 as long as
-the low plane's sum fits 16 bits: 16 values of up to 15, 8 of up to 32.
+A term is there once for each of the parts P0 times P1 of its block. Every function takes the matrix's bytes `w`, the
+number `first` of the program's first block, the matrix's `n_blocks`, the tile's `block` [1, 1, NB, R, 1], `piece`
+[1, 1, NB, 1, T] and `live` [1, 1, NB, 1, 1], and the activation. A part is the 16 bytes that hold 16 consecutive values
+(or 16 of each field), so that one sub-block's sums stay packed in one int32 as long as the low plane's sum fits 16
+bits: 16 values of up to 15, 8 of up to 32.
 """
 
 from __future__ import annotations

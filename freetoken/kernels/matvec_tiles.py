@@ -40,15 +40,15 @@ def words(pointer):
 def inside(number, N: tl.constexpr):
     """Numbers of a row's blocks or of a block's parts, the last one in place of those past the end.
 
-    Also where nothing is past it: a minimum hides from Triton that neighbours are contiguous. It would give runs of them
-    to one lane each, and the values would then have to change lanes.
+    Also where nothing is past it: a minimum hides from Triton that neighbours are contiguous. It would give runs of
+    them to one lane each, and the values would then have to change lanes.
     """
     return tl.minimum(number, N - 1)
 
 
 @triton.jit
 def first_part(x, P0: tl.constexpr, P1: tl.constexpr):
-    """A tile [P0, P1, NB, R, T] whose parts are all equal, without its parts; zeros are added to the one that is kept."""
+    """A tile [P0, P1, NB, R, T] whose parts are all equal, without them; zeros are added to the one kept."""
     part = tl.arange(0, P0)[:, None, None, None, None] + tl.arange(0, P1)[None, :, None, None, None]
     return tl.sum(tl.sum(tl.where(part == 0, x, 0.0), axis=0), axis=0)
 
