@@ -67,7 +67,7 @@ MAX_TOKENS = 8
 KV_PAGE = 256
 """Positions of one KV page (FT_KV_PAGE)."""
 ALIGNMENT = 64
-VARIANTS = ("auto", "avx512vbmi", "avx512vnni", "avxvnni", "avx512", "avx2", "portable")
+VARIANTS = ("auto", "avx512gather", "avx512vbmi", "avx512vnni", "avxvnni", "avx512", "avx2", "portable")
 """Names of sets of kernels; "auto" is the fastest that the processor can run."""
 VARIANT_VARIABLE = "FREETOKEN_CPU_VARIANT"
 """Environment variable that forces a set in any command."""
@@ -382,7 +382,7 @@ def _fits(type_id: int, n_bytes: int, n_cols: int) -> bool:
 
 
 _JOINED = 7
-"""Index of OP_MATVEC's field that says so."""
+"""Index of the field that says so."""
 _MAX_JOINED = 8
 
 
@@ -416,8 +416,13 @@ class Program:
         p: Sequence[Address] = (),
         i: Sequence[int] = (),
         f: Sequence[float] = (),
-    ) -> None:
-        """Append an operation over n token rows with its fields in the order of freetoken.h. Arrays are kept alive."""
+        joined: bool = False,
+    ) -> bool:
+        """Append an operation over n token rows with its fields in the order of freetoken.h. Arrays are kept alive.
+
+        `joined`: it needs no barrier before it, where freetoken.h allows that; products find that out themselves.
+        Returns whether no barrier stands before it.
+        """
         op = Op(code=code, n=n)
         for index, value in enumerate(p):
             if isinstance(value, np.ndarray):
@@ -429,10 +434,12 @@ class Program:
                 op.p[index] = value
         op.i[: len(i)] = i
         op.f[: len(f)] = f
-        if code == OP_MATVEC:
-            op.i[_JOINED] = self._may_join(op)
+        joined = self._may_join(op) if code == OP_MATVEC else joined
+        if joined:
+            op.i[_JOINED] = 1
         self._ops.append(op)
         self._array = None
+        return joined
 
     def _may_join(self, op: Op) -> bool:
         """Whether a product can run beside those before it: all read one activation and their outputs are apart."""

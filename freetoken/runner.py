@@ -24,11 +24,11 @@ from freetoken.spec import ModelSpec
 
 __all__ = ["MAX_STEPPED", "Runner", "import_prefill"]
 
-MAX_STEPPED = 128
+MAX_STEPPED = 48
 """Chunks up to this long run as decode steps of 8 tokens: their bits are those of tokens that come one by one, and
-torch is not needed. Measured on 2 threads, ms a token as steps and by `cpu.prefill`: SmolLM2 Q4_1 1.9 and 2.3 at 16
-tokens, 1.9 and 1.3 at 64, 2.0 and 1.2 at 128; a Qwen3-30B-A3B layer pair 1.6 and 2.8, 1.6 and 1.3, 1.6 and 0.9.
-Without a native product of many tokens: SmolLM2 8, 3.8 and 2.8, the layer pair 14, 8.5 and 4.6."""
+torch is not needed. Measured, ms a token as steps and by `cpu.prefill`: SmolLM2 Q4_1 on 1 thread 2.4 and 2.3 at 32
+tokens, 2.7 and 1.9 at 64, 2.5 and 1.8 at 128; 4 layers of Qwen3-30B-A3B 6.2 and 6.9 at 48, 6.3 and 5.7 at 64, 6.3 and
+4.0 at 128, on 2 threads alike. Weights without a native product of many tokens would be better off with 128."""
 
 
 class LongPass(Protocol):

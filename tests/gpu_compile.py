@@ -46,8 +46,6 @@ def compile_kernel(
     """
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     spec = repr((module, name, signature, constexprs, divisible, warps, archs))
-    done = subprocess.run(
-        [sys.executable, "-c", _CODE, spec], env=environ, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", _CODE, spec], env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout

@@ -251,7 +251,6 @@ def test_bad_command_lines_are_named(argv: list[str], words: list[str], capsys: 
 @pytest.mark.parametrize(
     ("argv", "word"),
     [
-        ([], "-m FILE"),
         (["-m", "x", "--api-key-file", "/no/such/file"], "/no/such/file"),
         (["-m", "x", "--chat-template-file", "/no/such/file"], "/no/such/file"),
         (["-m", "x", "--ssl-key-file", "/no/such/file"], "--ssl-cert-file"),

@@ -248,6 +248,30 @@ def test_joined_products_need_one_before_them(pool: Pool) -> None:
     assert run(pool.handle, (native.Op * 9)(first, *[op] * 8), 9) == -9
 
 
+@pytest.mark.parametrize("fields", [{"p": [ROW, ROW, ROW, ROW]}, {"p": [ROW] * 5, "i": [64, 8, 512, 512]}])
+def test_norm_of_a_sum_has_a_place_for_it_and_whole_rows(pool: Pool, fields: dict[str, list[Any]]) -> None:
+    program = Program(pool)
+    program.add(native.OP_RMS_NORM, 1, **{"i": [512, 1, 512, 512], **fields})
+    with pytest.raises(EngineError, match=r"operation 0 \(rms_norm\)"):
+        program.run()
+
+
+def test_rows_join_rows_alone(pool: Pool) -> None:
+    for before, is_good in ((native.OP_GLU, True), (native.OP_ROPE, True), (native.OP_ADD, False)):
+        program = Program(pool)
+        program.add(before, 1, **GOOD[before])
+        program.add(native.OP_QUANTIZE, 1, **GOOD[native.OP_QUANTIZE], joined=True)
+        if is_good:
+            program.run()
+        else:
+            with pytest.raises(EngineError, match=r"operation 1 \(quantize\)"):
+                program.run()
+    program = Program(pool)
+    program.add(native.OP_QUANTIZE, 1, **GOOD[native.OP_QUANTIZE], joined=True)
+    with pytest.raises(EngineError, match=r"operation 0 \(quantize\)"):
+        program.run()
+
+
 def test_program_keeps_its_arrays_alive(pool: Pool) -> None:
     program, y = adding(pool, 1, width=1 << 20)
     assert len(program) == 1

@@ -234,6 +234,78 @@ def test_products_of_one_input_run_together_and_chains_do_not(pools: list[Pool])
     check(pools, record, expected)
 
 
+# --- joined rows -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "width"), [(1, 1536), (1, 576), (3, 1600), (8, 2048)])
+def test_norm_of_a_sum_and_its_quantisation_without_a_barrier(pools: list[Pool], n: int, width: int) -> None:
+    a, b, w, data = normal(n, width), normal(n, width), normal(width), weights(Type.Q8_0, 8, width)
+    total = a + b
+    normed = reference.rms_norm(total, w, 1e-5)
+    expected = np.concatenate([total, normed, np.stack([product(data, Type.Q8_0, row, 2) for row in normed])], axis=1)
+
+    def record(program: Program) -> F32:
+        x, y, z = np.zeros((n, width), f32), np.zeros((n, width), f32), np.zeros((n, 8), f32)
+        act = native.aligned(native.act_bytes(32, width, n))
+        program.add(native.OP_RMS_NORM, n, p=(a, w, y, b, x), i=(width, 1, width, width), f=(1e-5,))
+        assert program.add(native.OP_QUANTIZE, n, p=(y, act), i=(32, width, 2, width), joined=True)
+        program.add(native.OP_MATVEC, n, p=(act, data, z, None), i=(Type.Q8_0, 8, width, data.shape[1], 2, width, 8))
+        program.run()
+        return np.concatenate([x, y, z], axis=1)
+
+    check(pools, record, expected)
+
+
+@pytest.mark.parametrize(("n", "width"), [(1, 1536), (3, 1600)])
+def test_glu_and_its_quantisation_without_a_barrier(pools: list[Pool], n: int, width: int) -> None:
+    gate, up, data = normal(n, width), normal(n, width), weights(Type.Q8_0, 8, width)
+    expected = np.stack([product(data, Type.Q8_0, row, 2) for row in reference.silu(gate) * up])
+
+    def record(program: Program) -> F32:
+        h, z, act = np.zeros((n, width), f32), np.zeros((n, 8), f32), native.aligned(native.act_bytes(32, width, n))
+        program.add(native.OP_GLU, n, p=(gate, up, h), i=(width, 0, width, width))
+        program.add(native.OP_QUANTIZE, n, p=(h, act), i=(32, width, 2, width), joined=True)
+        program.add(native.OP_MATVEC, n, p=(act, data, z, None), i=(Type.Q8_0, 8, width, data.shape[1], 2, width, 8))
+        return z
+
+    check(pools, record, expected)
+
+
+@pytest.mark.parametrize(("n", "n_head", "n_kv"), [(1, 32, 4), (5, 9, 3)])
+def test_norm_rope_and_storing_of_heads_without_barriers(pools: list[Pool], n: int, n_head: int, n_kv: int) -> None:
+    dim = 128
+    q, k, v, w, cos_sin = (
+        normal(n, n_head, dim),
+        normal(n, n_kv, dim),
+        normal(n, n_kv, dim),
+        normal(dim),
+        normal(n, 2, 64),
+    )
+    position, table = np.arange(n, dtype=np.int32), np.zeros((n, 1), np.int32)
+    turned = [
+        reference.rope(reference.rms_norm(x, w, 1e-5), cos_sin[:, None, 0], cos_sin[:, None, 1], is_neox=True)
+        for x in (q, k)
+    ]
+    expected = np.concatenate([*turned, turned[1], v], axis=1)
+
+    def record(program: Program) -> F32:
+        turn = [np.zeros_like(x) for x in (q, k)]
+        pages = [np.zeros((1, n_kv, 256, dim), f32) for _ in range(2)]
+        for x, y in zip((q, k), turn, strict=True):
+            heads = x.shape[1]
+            sizes = (dim, heads, heads * dim, heads * dim)
+            program.add(native.OP_RMS_NORM, n, p=(x, w, y), i=sizes, f=(1e-5,), joined=x is k)
+        for y in turn:
+            heads = y.shape[1]
+            program.add(native.OP_ROPE, n, p=(y, cos_sin), i=(heads, dim, dim, 1, heads * dim), joined=True)
+        sizes = (n_kv, dim, dim, 1, n_kv * dim, n_kv * dim, 0)
+        program.add(native.OP_KV_STORE, n, p=(turn[1], v, *pages, position, table), i=sizes, joined=True)
+        program.run()
+        return np.concatenate([*turn, *(page[0, :, :n].swapaxes(0, 1) for page in pages)], axis=1)
+
+    check(pools, record, expected)
+
+
 # --- attention -------------------------------------------------------------------------------------------------------
 
 

@@ -46,7 +46,7 @@ PAUSE_S = 0.3
 """Between runs, so that no thread of the other side still spins."""
 OPENMP_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS")
 """Left unset for both workers: each engine chooses for itself."""
-BARS = {"SmolLM2 decode": 0.9, "SmolLM2 prompt": 1.5, "MoE decode": 0.8, "MoE prompt": 1.0}
+BARS = {"SmolLM2 decode": 1.0, "SmolLM2 prompt": 2.0, "MoE decode": 1.1, "MoE prompt": 1.0}
 
 
 @dataclass(frozen=True)

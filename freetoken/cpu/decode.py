@@ -7,6 +7,7 @@ row's logits do not depend on the other rows. Nothing here knows an architecture
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from freetoken import native
 from freetoken.batch import Batch
 from freetoken.blocks import Experts, Model, Norm, RopeTable, Weight
+from freetoken.cpu.stages import Parts, Stage
 from freetoken.kvcache import KVCache
 
 __all__ = ["Decoder", "Recorder"]
@@ -26,10 +28,11 @@ Buffer = np.ndarray
 
 @dataclass
 class Arena:
-    """Buffers of one program. One whose `Rows` nobody holds any more serves a later operation: operations run in
-    the order of recording, so its last reader is done by then."""
+    """Buffers of one program. One whose `Rows` nobody holds any more serves a later operation, once a barrier has been
+    recorded: its last reader is done by then."""
 
     free: dict[int, list[Buffer]] = field(default_factory=dict)
+    spent: list[Buffer] = field(default_factory=list)
     n_bytes: int = 0
 
     def take(self, n_values: int) -> Buffer:
@@ -40,7 +43,12 @@ class Arena:
         return native.aligned_zeros(n_values)
 
     def give_back(self, buffer: Buffer) -> None:
-        self.free.setdefault(len(buffer), []).append(buffer)
+        self.spent.append(buffer)
+
+    def pass_barrier(self) -> None:
+        for buffer in self.spent:
+            self.free.setdefault(len(buffer), []).append(buffer)
+        self.spent.clear()
 
 
 class Rows:
@@ -108,6 +116,34 @@ class Recorder:
         self._n_outputs = n_outputs
         self._n_planes = n_planes
         self._arena = Arena()
+        self._stage = Stage()
+        self._sum: tuple[Rows, Rows, Rows] | None = None
+
+    def _add(
+        self,
+        code: int,
+        n: int,
+        *,
+        p: Sequence[native.Address] = (),
+        i: Sequence[int] = (),
+        f: Sequence[float] = (),
+        parts: Parts | None = None,
+        reads: Sequence[Rows] = (),
+        writes: Sequence[Rows] = (),
+        reads_whole: Sequence[Rows] = (),
+    ) -> None:
+        """Record an operation; with `parts` also what of rows written in the program it reads and writes in them."""
+        self.finish()
+        addresses = ([rows.address for rows in some] for some in (reads, writes, reads_whole))
+        joined = self._stage.join(parts, *addresses)
+        if not self._program.add(code, n, p=p, i=i, f=f, joined=joined):
+            self._arena.pass_barrier()
+
+    def finish(self) -> None:
+        """Record a sum that no norm has taken along. To be called after the last operation."""
+        if self._sum is not None:
+            (a, b, y), self._sum = self._sum, None
+            self._add(native.OP_ADD, a.n, p=(a.address, b.address, y.address), i=(a.width,))
 
     def _rows(self, n: int, width: int) -> Rows:
         return Rows(self._arena, n, width)
@@ -124,7 +160,7 @@ class Recorder:
 
     def embed(self, weight: Weight, scale: float = 1.0) -> Rows:
         x = self._rows(self._n, weight.cols)
-        self._program.add(
+        self._add(
             native.OP_EMBED,
             self._n,
             p=(self._inputs.tokens, weight.data, x.address),
@@ -140,8 +176,14 @@ class Recorder:
             return x.address
         if cls not in x.quantised:
             act = self._bytes(native.act_bytes(cls, x.width, x.n))
-            self._program.add(
-                native.OP_QUANTIZE, x.n, p=(x.address, act.address), i=(cls, x.width, self._n_planes, x.width)
+            self._add(
+                native.OP_QUANTIZE,
+                x.n,
+                p=(x.address, act.address),
+                i=(cls, x.width, self._n_planes, x.width),
+                parts=Parts(x.n, 0, x.width),
+                reads=[x],
+                writes=[act],
             )
             x.quantised[cls] = act
         return x.quantised[cls].address
@@ -149,7 +191,7 @@ class Recorder:
     def linear(self, x: Rows, weight: Weight) -> Rows:
         act = self._quantised(x, weight.type)
         y = self._rows(x.n, weight.rows)
-        self._program.add(
+        self._add(
             native.OP_MATVEC,
             x.n,
             p=(act, weight.data, y.address, weight.bias),
@@ -165,38 +207,61 @@ class Recorder:
     def rms_norm(self, x: Rows, norm: Norm) -> Rows:
         y = self._rows(x.n, x.width)
         width = len(norm.weight)
-        self._program.add(
+        if width < x.width:
+            self._add(
+                native.OP_RMS_NORM,
+                x.n,
+                p=(x.address, norm.weight, y.address),
+                i=(width, x.width // width, x.width, x.width),
+                f=(norm.eps,),
+                parts=Parts(x.n, x.width // width, width),
+                reads=[x],
+                writes=[y],
+            )
+            return y
+        a, b, total = x, None, None
+        if self._sum is not None and self._sum[2] is x:
+            a, b, total = self._sum
+            self._sum = None
+        self._add(
             native.OP_RMS_NORM,
             x.n,
-            p=(x.address, norm.weight, y.address),
-            i=(width, x.width // width, x.width, x.width),
+            p=(a.address, norm.weight, y.address, b.address if b else None, total.address if total else None),
+            i=(width, 1, width, width),
             f=(norm.eps,),
+            parts=Parts(x.n, 0, width),
+            reads_whole=[a] if b is None else [a, b],
+            writes=[y] if total is None else [y, total],
         )
         return y
 
     def add(self, a: Rows, b: Rows) -> Rows:
+        self.finish()
         y = self._rows(a.n, a.width)
-        self._program.add(native.OP_ADD, a.n, p=(a.address, b.address, y.address), i=(a.width,))
+        self._sum = a, b, y  # a norm of it may come next
         return y
 
     def scale(self, x: Rows, factor: float, softcap: float = 0.0) -> Rows:
         y = self._rows(x.n, x.width)
-        self._program.add(native.OP_SCALE, x.n, p=(x.address, y.address), i=(x.width,), f=(factor, softcap))
+        self._add(native.OP_SCALE, x.n, p=(x.address, y.address), i=(x.width,), f=(factor, softcap))
         return y
 
     def glu(self, gate: Rows, up: Rows, activation: str) -> Rows:
         y = self._rows(gate.n, gate.width)
-        self._program.add(
+        self._add(
             native.OP_GLU,
             gate.n,
             p=(gate.address, up.address, y.address),
             i=(gate.width, native.ACTIVATIONS[activation], gate.width, gate.width),
+            parts=Parts(gate.n, 0, gate.width),
+            reads=[gate, up],
+            writes=[y],
         )
         return y
 
     def gated_add(self, x: Rows, gate: Rows, base: Rows) -> Rows:
         y = self._rows(x.n, x.width)
-        self._program.add(native.OP_GATED_ADD, x.n, p=(x.address, gate.address, base.address, y.address), i=(x.width,))
+        self._add(native.OP_GATED_ADD, x.n, p=(x.address, gate.address, base.address, y.address), i=(x.width,))
         return y
 
     def outputs(self, x: Rows) -> Rows:
@@ -205,11 +270,14 @@ class Recorder:
         return Rows(self._arena, self._n_outputs, x.width, part_of=x, first=x.n - self._n_outputs)
 
     def rope(self, x: Rows, n_head: int, table: RopeTable) -> Rows:
-        self._program.add(
+        self._add(
             native.OP_ROPE,
             x.n,
             p=(x.address, self._inputs.rope(table)),
             i=(n_head, x.width // n_head, table.n_rot, int(table.is_neox), x.width),
+            parts=Parts(x.n, n_head, x.width // n_head),
+            reads=[x],
+            writes=[x],
         )
         return x
 
@@ -232,16 +300,19 @@ class Recorder:
         positions, table = self._inputs.positions, self._inputs.page_table
         n_pages = table.shape[1]
         element = int(self._cache.dtype == np.float16)
-        self._program.add(
+        self._add(
             native.OP_KV_STORE,
             q.n,
             p=(k.address, v.address, keys, values, positions, table),
             i=(n_kv, dim_k, dim_v, n_pages, k.width, v.width, element),
+            parts=Parts(k.n, n_kv, dim_k),
+            reads=[k],
+            reads_whole=[v],
         )
         out = self._rows(q.n, n_head * dim_v)
         n_positions = n_pages * native.KV_PAGE
         scratch = self._bytes(native.attn_scratch_bytes(q.n, n_head, dim_v, n_positions, self._program.n_threads))
-        self._program.add(
+        self._add(
             native.OP_ATTENTION,
             q.n,
             p=(q.address, keys, values, out.address, positions, table, scratch.address, None),
@@ -263,7 +334,7 @@ class Recorder:
         bias: np.ndarray | None = None,
     ) -> tuple[Rows, Rows]:
         ids, weights = self._rows(logits.n, n_used), self._rows(logits.n, n_used)
-        self._program.add(
+        self._add(
             native.OP_ROUTER,
             logits.n,
             p=(logits.address, ids.address, weights.address, bias),
@@ -279,7 +350,7 @@ class Recorder:
         act_up = self._quantised(x, up.type) if native.type_class(up.type) else None
         rows, y = self._rows(n, k * d), self._rows(n, d)
         scratch = self._bytes(native.experts_scratch_bytes(n, k, d, n_ff, self._program.n_threads))
-        self._program.add(
+        self._add(
             native.OP_EXPERTS,
             n,
             p=(
@@ -370,6 +441,7 @@ class Decoder:
     def _record(self, n: int, n_outputs: int) -> Recorded:
         program, recorder = self._recorder(n, n_outputs)
         logits = self._model.forward(recorder)
+        recorder.finish()
         return Recorded(program, recorder, None, logits)
 
     def _record_head(self, n: int, weight: Weight) -> Recorded:

@@ -24,7 +24,8 @@ extern "C" {
 /* --- library ------------------------------------------------------------------------------------------------ */
 FT_API int ft_abi_version(void);
 FT_API int ft_op_bytes(void);                         /* sizeof(ft_op), checked by the binding */
-FT_API const char *ft_variant(void);                  /* kernels in use, the first of these that the CPU can run:
+FT_API const char *ft_variant(void);                  /* kernels in use, "auto" the first of these that the CPU can
+                                                         run (gathers: and where they are fast): "avx512gather",
                                                          "avx512vbmi", "avx512vnni", "avxvnni", "avx512", "avx2",
                                                          "portable" */
 FT_API int ft_set_variant(const char *name);          /* force one ("auto" restores); -1: unknown or not on this CPU */
@@ -53,7 +54,13 @@ FT_API int ft_pool_threads(const ft_pool *pool);
 /* --- programs ----------------------------------------------------------------------------------------------- */
 /* A program is an array of operations run in order by all threads of a pool, a barrier between neighbours. Python
  * records one for each number of tokens and replays it every step with one call. `n` is the number of token rows.
- * Fields of each code are listed beside it; unnamed ones are 0. */
+ * Fields of each code are listed beside it; unnamed ones are 0.
+ *
+ * i7 of RMS_NORM, QUANTIZE, GLU, ROPE and KV_STORE: 1 = joined, no barrier between this operation and one of these
+ * before it. They run in fixed parts: of n rows of heads (RMS_NORM with i1 > 1, ROPE, KV_STORE by its keys), or of n rows
+ * in pieces of 256 values. A thread's parts are the same ones in operations of equal kind, n, heads or width. So what a
+ * joined operation reads must be written by such an operation, or before the last barrier, and what it writes nobody
+ * else may read or write since then. */
 typedef struct ft_op {
   int32_t code;
   int32_t n;
@@ -68,8 +75,9 @@ enum {
    * p0 const int32 *tokens, p1 weight data, p2 float *x; i0 type, i1 rows, i2 cols, i3 row_bytes; f0 scale */
   FT_OP_EMBED = 1,
   /* rms norm over groups: each token row holds i1 groups of i0 values (heads), same weight for every group.
-   * p0 const float *x, p1 const float *w (i0 values), p2 float *y (may be x);
-   * i0 width, i1 groups, i2 row stride of x, i3 row stride of y (elements); f0 eps */
+   * p0 const float *x, p1 const float *w (i0 values), p2 float *y (may be x where i1 > 1), p3 const float *b or NULL,
+   * p4 float *sum: with b (i1 = 1) the norm is of sum = x + b; y and sum are neither x nor b;
+   * i0 width, i1 groups, i2 row stride of x, b and sum, i3 row stride of y (elements); f0 eps */
   FT_OP_RMS_NORM = 2,
   /* quantise n rows of cols. p0 const float *x, p1 void *act; i0 class (32 or 256), i1 cols, i2 planes (1 or 2),
    * i3 row stride of x */

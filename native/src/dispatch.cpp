@@ -74,7 +74,9 @@ const std::vector<const Kernels *> &usable() {
     const bool avx512 = avx2 && has_all({"avx512f", "avx512bw", "avx512dq", "avx512vl"});
     const bool vnni = avx512 && has("avx512vnni");
     std::vector<const Kernels *> all;
-    if (vnni && has_all({"avx512vbmi", "gfni", "bmi2"})) all.push_back(kernels_avx512vbmi());
+    const bool vbmi = vnni && has_all({"avx512vbmi", "gfni", "bmi2"});
+    if (vbmi) all.push_back(kernels_avx512vbmi());
+    if (vbmi) all.push_back(kernels_avx512gather());  // by name alone: slow on AMD, not yet measured on Intel
     if (vnni) all.push_back(kernels_avx512vnni());
     if (avx2 && has("avxvnni")) all.push_back(kernels_avxvnni());
     if (avx512) all.push_back(kernels_avx512());

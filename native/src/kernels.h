@@ -155,6 +155,7 @@ const Kernels *kernels_avxvnni();
 const Kernels *kernels_avx512();
 const Kernels *kernels_avx512vnni();
 const Kernels *kernels_avx512vbmi();
+const Kernels *kernels_avx512gather();
 
 }  // namespace ft
 #endif

@@ -1,10 +1,13 @@
 // kernels_x86.h - the table of kernels written with AVX2 vectors, compiled by kernels_avx2.cpp, with VNNI's dot products
 // (x86_vectors.h) by kernels_avxvnni.cpp, with wider vectors by kernels_avx512.cpp, with both by kernels_avx512vnni.cpp,
-// and with byte permutations (x86_codes.h) by kernels_avx512vbmi.cpp. They give the bits of kernels_common.h.
+// and with byte permutations (x86_codes.h) and gathers (x86_gather.h) by kernels_avx512vbmi.cpp. They give the bits of
+// kernels_common.h.
 #ifndef FT_KERNELS_X86_H
 #define FT_KERNELS_X86_H
 #include "x86_floats.h"
+#include "x86_floats512.h"
 #include "x86_codes.h"
+#include "x86_gather.h"
 #ifndef __AVX512VBMI__
 #include "x86_magnitudes.h"
 #endif
@@ -74,9 +77,15 @@ inline Kernels x86_table(const char *name) {
   k.matvec[IQ3_XXS] = matvec_arranged<MagIQ3_XXS>;
   k.matvec[IQ3_S] = matvec_arranged<MagIQ3_S>;
 #endif
+#ifdef __AVX512BW__
+  k.matvec[F32] = matvec_float512<WideF32, VecF32>;
+  k.matvec[F16] = matvec_float512<WideF16, VecF16>;
+  k.matvec[BF16] = matvec_float512<WideBF16, VecBF16>;
+#else
   k.matvec[F32] = matvec_float_vec<VecF32>;
   k.matvec[F16] = matvec_float_vec<VecF16>;
   k.matvec[BF16] = matvec_float_vec<VecBF16>;
+#endif
   k.decode_row[F16] = decode_f16_vec;
   k.dot_f32 = dot_f32_vec;
   k.sumsq = sumsq_vec;
@@ -91,6 +100,15 @@ inline Kernels x86_table(const char *name) {
   k.to_f16 = to_f16_vec;
   return k;
 }
+
+#ifdef __AVX512VBMI__
+inline Kernels gather_table(const char *name) {
+  Kernels k = x86_table(name);
+  k.matvec[IQ2_XS] = matvec_wide<GatherIQ2_XS, VecIQ2_XS>;
+  k.matvec[IQ2_S] = matvec_wide<GatherIQ2_S, VecIQ2_S>;
+  return k;
+}
+#endif
 
 }  // namespace
 }  // namespace ft

@@ -58,6 +58,17 @@ void share_items(Worker &worker, int64_t n_items, int64_t elements, Body body) {
   for (int64_t item = worker.claim(n_items); item >= 0; item = worker.claim(n_items)) body(item);
 }
 
+// Calls body(begin, end) for this thread's part of the items 0..n_items-1. Parts are fixed, so that of two operations
+// with the same items and elements a thread finds what it needs of the first in its own part: no barrier between them.
+template <typename Body>
+void share_parts(Worker &worker, int64_t n_items, int64_t elements, Body body) {
+  const int64_t n_threads = elements <= kSerialElements ? 1 : worker.n_threads();
+  const int64_t index = worker.index();
+  if (index >= n_threads) return;
+  const int64_t begin = n_items * index / n_threads, end = n_items * (index + 1) / n_threads;
+  if (begin < end) body(begin, end);
+}
+
 constexpr int64_t kStreamBytes = 8192;   // a shorter stream of weights has hardly begun when it ends
 constexpr int64_t kStartBytes = 4096;    // of a stream: what kernels do not ask for themselves (kAhead)
 constexpr int64_t kFetchBytes = 65536;   // that a waiting thread fetches of what it waits to read

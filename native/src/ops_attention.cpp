@@ -37,12 +37,14 @@ void store_head(const float *x, void *pages, int64_t row, int64_t dim, bool is_f
 void kv_store(const ft_op &op, Worker &worker) {
   const int64_t n_kv = op.i[0], dim_k = op.i[1], dim_v = op.i[2], stride = op.i[3];
   const bool is_f16 = op.i[6] == 1;
-  share_items(worker, op.n * n_kv, op.n * n_kv * (dim_k + dim_v), [&](int64_t item) {
-    const int64_t t = item / n_kv, head = item % n_kv, pos = input<int32_t>(op, 4)[t];
-    const int64_t page = input<int32_t>(op, 5)[t * stride + pos / kPage];
-    const int64_t row = (page * n_kv + head) * kPage + pos % kPage;
-    store_head(input<float>(op, 0) + t * op.i[4] + head * dim_k, op.p[2], row, dim_k, is_f16);
-    store_head(input<float>(op, 1) + t * op.i[5] + head * dim_v, op.p[3], row, dim_v, is_f16);
+  share_parts(worker, op.n * n_kv, op.n * n_kv * dim_k, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t t = item / n_kv, head = item % n_kv, pos = input<int32_t>(op, 4)[t];
+      const int64_t page = input<int32_t>(op, 5)[t * stride + pos / kPage];
+      const int64_t row = (page * n_kv + head) * kPage + pos % kPage;
+      store_head(input<float>(op, 0) + t * op.i[4] + head * dim_k, op.p[2], row, dim_k, is_f16);
+      store_head(input<float>(op, 1) + t * op.i[5] + head * dim_v, op.p[3], row, dim_v, is_f16);
+    }
   });
 }
 

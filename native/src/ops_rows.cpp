@@ -7,15 +7,17 @@
 namespace ft {
 namespace {
 
-constexpr int64_t kPiece = 512;  // elements of one claim of elementwise work
+constexpr int64_t kPiece = 256;  // elements of an item of elementwise work: whole blocks of any quantisation
 
-// Calls body(row, begin, end) for pieces of n rows of `width` elements.
+// Calls body(row, begin, end) for this thread's part of n rows of `width` elements.
 template <typename Body>
 void share_pieces(Worker &worker, int64_t n, int64_t width, Body body) {
   const int64_t pieces = div_up(width, kPiece);
-  share_items(worker, n * pieces, n * width, [&](int64_t item) {
-    const int64_t begin = item % pieces * kPiece;
-    body(item / pieces, begin, std::min(begin + kPiece, width));
+  share_parts(worker, n * pieces, n * width, [&](int64_t first, int64_t last) {
+    for (int64_t t = first / pieces; t * pieces < last; ++t) {
+      const int64_t begin = std::max(first - t * pieces, int64_t(0)), end = std::min(last - t * pieces, pieces);
+      body(t, begin * kPiece, std::min(end * kPiece, width));
+    }
   });
 }
 
@@ -42,20 +44,51 @@ void embed(const ft_op &op, Worker &worker) {
 
 // --- RMS_NORM ---------------------------------------------------------------------------------------------------
 bool rms_norm_is_valid(const ft_op &op) {
+  const bool is_sum = op.p[3] != nullptr;
   return has_pointers(op, {0, 1, 2}) && are_sizes({op.i[0], op.i[1], op.i[2], op.i[3]}) &&
-         op.i[0] * op.i[1] <= std::min(op.i[2], op.i[3]);
+         op.i[0] * op.i[1] <= std::min(op.i[2], op.i[3]) && is_sum == (op.p[4] != nullptr) &&
+         (!is_sum || op.i[1] == 1);
+}
+
+size_t rms_norm_scratch_floats(const ft_op &op) { return op.p[3] == nullptr ? 0 : static_cast<size_t>(op.i[0]); }
+
+float norm_scale(const Kernels &k, const float *x, int64_t width, float eps) {
+  const float mean = k.sumsq(x, width) / static_cast<float>(width);
+  return 1.0f / std::sqrt(mean + eps);
+}
+
+// One group a row: every thread adds and squares the whole of a row that it has a part of.
+void rms_norm_rows(const ft_op &op, Worker &worker) {
+  const Kernels &k = kernels();
+  const int64_t width = op.i[0];
+  share_pieces(worker, op.n, width, [&](int64_t t, int64_t begin, int64_t end) {
+    const float *x = input<float>(op, 0) + t * op.i[2];
+    if (op.p[3] != nullptr) {
+      float *sum = worker.scratch();
+      k.add(x, input<float>(op, 3) + t * op.i[2], sum, width);
+      std::copy(sum + begin, sum + end, output<float>(op, 4) + t * op.i[2] + begin);
+      x = sum;
+    }
+    const float scale = norm_scale(k, x, width, op.f[0]);
+    k.scale_mul(x + begin, scale, input<float>(op, 1) + begin, output<float>(op, 2) + t * op.i[3] + begin, end - begin);
+  });
+}
+
+void rms_norm_heads(const ft_op &op, Worker &worker) {
+  const Kernels &k = kernels();
+  const int64_t width = op.i[0], groups = op.i[1];
+  share_parts(worker, op.n * groups, op.n * groups * width, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t t = item / groups, at = item % groups * width;
+      const float *x = input<float>(op, 0) + t * op.i[2] + at;
+      const float scale = norm_scale(k, x, width, op.f[0]);
+      k.scale_mul(x, scale, input<float>(op, 1), output<float>(op, 2) + t * op.i[3] + at, width);
+    }
+  });
 }
 
 void rms_norm(const ft_op &op, Worker &worker) {
-  const Kernels &k = kernels();
-  const int64_t width = op.i[0], groups = op.i[1];
-  share_items(worker, op.n * groups, op.n * groups * width, [&](int64_t item) {
-    const int64_t t = item / groups, at = item % groups * width;
-    const float *x = input<float>(op, 0) + t * op.i[2] + at;
-    const float mean = k.sumsq(x, width) / static_cast<float>(width);
-    const float scale = 1.0f / std::sqrt(mean + op.f[0]);
-    k.scale_mul(x, scale, input<float>(op, 1), output<float>(op, 2) + t * op.i[3] + at, width);
-  });
+  (op.i[1] == 1 ? rms_norm_rows : rms_norm_heads)(op, worker);
 }
 
 // --- QUANTIZE ---------------------------------------------------------------------------------------------------
@@ -67,12 +100,10 @@ bool quantize_is_valid(const ft_op &op) {
 void quantize(const ft_op &op, Worker &worker) {
   const Kernels &k = kernels();
   const int cls = static_cast<int>(op.i[0]), planes = static_cast<int>(op.i[2]);
-  const int64_t cols = op.i[1], n_blocks = cols / cls, per_item = kPiece / cls;
-  const int64_t items = div_up(n_blocks, per_item), token_bytes = act_token_bytes(cls, cols);
-  share_items(worker, op.n * items, op.n * cols, [&](int64_t item) {
-    const int64_t t = item / items, block = item % items * per_item;
-    k.quantize(input<float>(op, 0) + t * op.i[3], cls, cols, planes, output<uint8_t>(op, 1) + t * token_bytes, block,
-               std::min(block + per_item, n_blocks));
+  const int64_t cols = op.i[1], token_bytes = act_token_bytes(cls, cols);
+  share_pieces(worker, op.n, cols, [&](int64_t t, int64_t begin, int64_t end) {
+    k.quantize(input<float>(op, 0) + t * op.i[3], cls, cols, planes, output<uint8_t>(op, 1) + t * token_bytes,
+               begin / cls, end / cls);
   });
 }
 
@@ -135,17 +166,19 @@ void rope(const ft_op &op, Worker &worker) {
   const Kernels &k = kernels();
   const auto rotate = op.i[3] == 0 ? k.rope_pairs : k.rope_neox;
   const int64_t heads = op.i[0], head_dim = op.i[1], half = op.i[2] / 2;
-  share_items(worker, op.n * heads, op.n * heads * head_dim, [&](int64_t item) {
-    const int64_t t = item / heads;
-    const float *cosines = input<float>(op, 1) + t * 2 * half;
-    rotate(output<float>(op, 0) + t * op.i[4] + item % heads * head_dim, cosines, cosines + half, half);
+  share_parts(worker, op.n * heads, op.n * heads * head_dim, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t t = item / heads;
+      const float *cosines = input<float>(op, 1) + t * 2 * half;
+      rotate(output<float>(op, 0) + t * op.i[4] + item % heads * head_dim, cosines, cosines + half, half);
+    }
   });
 }
 
 }  // namespace
 
 const OpInfo kEmbed = {embed_is_valid, embed, nullptr};
-const OpInfo kRmsNorm = {rms_norm_is_valid, rms_norm, nullptr};
+const OpInfo kRmsNorm = {rms_norm_is_valid, rms_norm, rms_norm_scratch_floats};
 const OpInfo kQuantize = {quantize_is_valid, quantize, nullptr};
 const OpInfo kAdd = {add_is_valid, add, nullptr};
 const OpInfo kGlu = {glu_is_valid, glu, nullptr};

@@ -18,7 +18,13 @@ struct Program {
   int n_ops;
 };
 
-bool is_joined(const ft_op &op) { return op.code == FT_OP_MATVEC && op.i[7] != 0; }
+// Operations on rows that share them out in fixed parts, and so may stand between two barriers with others of them.
+bool has_parts(const ft_op &op) {
+  return op.code == FT_OP_RMS_NORM || op.code == FT_OP_QUANTIZE || op.code == FT_OP_GLU || op.code == FT_OP_ROPE ||
+         op.code == FT_OP_KV_STORE;
+}
+
+bool is_joined(const ft_op &op) { return (op.code == FT_OP_MATVEC || has_parts(op)) && op.i[7] != 0; }
 
 // All threads; the barrier after the last operation is the pool's own.
 void walk(Worker &worker, const void *context) {
@@ -26,7 +32,7 @@ void walk(Worker &worker, const void *context) {
   for (int i = 0; i < program.n_ops; ++i) {
     const ft_op &op = program.ops[i];
     if (is_joined(op)) {
-      worker.next_piece();
+      if (op.code == FT_OP_MATVEC) worker.next_piece();
     } else if (i > 0) {
       worker.barrier();
     }
@@ -38,7 +44,7 @@ bool is_valid(const ft_op &op) {
   return op.code >= 0 && op.code < FT_OP_COUNT && op.n >= 1 && op.n <= FT_MAX_TOKENS && kTable[op.code]->is_valid(op);
 }
 
-// Number of operations before op i that run together with it.
+// Number of products before op i that run together with it.
 int n_joined(const ft_op *ops, int i) {
   int n = 0;
   while (i - n > 0 && n < kPieces && is_joined(ops[i - n]) && ops[i - n - 1].code == FT_OP_MATVEC) ++n;
@@ -46,7 +52,10 @@ int n_joined(const ft_op *ops, int i) {
 }
 
 bool may_join(const ft_op *ops, int i) {
-  return !is_joined(ops[i]) || (i > 0 && ops[i - 1].code == FT_OP_MATVEC && n_joined(ops, i) < kPieces);
+  if (!is_joined(ops[i])) return true;
+  if (i == 0) return false;
+  if (has_parts(ops[i])) return has_parts(ops[i - 1]);
+  return ops[i - 1].code == FT_OP_MATVEC && n_joined(ops, i) < kPieces;
 }
 
 }  // namespace

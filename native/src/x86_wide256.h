@@ -1,402 +1,97 @@
-// x86_wide256.h - products of class 256 rows with 512-bit vectors and byte permutations (AVX512-VBMI): docs/numerics.md,
-// section 3, eight rows at a time.
+// x86_wide256.h - products of class 256 rows with the forms of x86_wide_forms.h: docs/numerics.md, section 3.
 //
-// A step takes the same block of eight rows. Its sums of integers are folded to one a lane, so that a lane is a row, and
-// the terms go to one of eight vectors of sums, the block's number modulo 8: lanes8 of each row without a partial vector.
+// The sums of eight blocks are folded to one a lane. Of long rows these are eight blocks side by side, so that a lane is a
+// lane of lanes8. Of short ones they are the same block of eight rows: a lane is a row, and the terms go to one of eight
+// vectors of sums, the block's number. Neither needs more than the nearest cache holds beside the stream of weights.
 #ifndef FT_X86_WIDE256_H
 #define FT_X86_WIDE256_H
 #ifdef __AVX512VBMI__
 #include <algorithm>
 
-#include "x86_products.h"
-#include "x86_vectors512.h"
+#include "x86_wide_forms.h"
 
 namespace ft {
 namespace {
 
-FT_INLINE I16 twice(const void *p) { return _mm512_broadcast_i64x4(load(p)); }
-FT_INLINE I16 and64(I16 v, int mask) { return _mm512_and_si512(v, _mm512_set1_epi8(char(mask))); }
-// Constants of two halves and of four quarters; the same word or byte in each 64 bits of them.
-FT_INLINE I16 halves(int64_t a, int64_t b) { return _mm512_setr_epi64(a, a, a, a, b, b, b, b); }
-FT_INLINE I16 quarters(int64_t a, int64_t b, int64_t c, int64_t d) { return _mm512_setr_epi64(a, a, b, b, c, c, d, d); }
-constexpr int64_t words_of(uint64_t word) { return int64_t(word * 0x0001000100010001); }
-constexpr int64_t bytes_of(uint64_t byte) { return int64_t(byte * 0x0101010101010101); }
-
-// Words of the lower and of the upper half moved by a and b bits.
-FT_INLINE I16 down(I16 v, int a, int b) { return _mm512_srlv_epi16(v, halves(words_of(a), words_of(b))); }
-FT_INLINE I16 up(I16 v, int a, int b) { return _mm512_sllv_epi16(v, halves(words_of(a), words_of(b))); }
-// (a & mask) | b
-FT_INLINE I16 merge(I16 a, int mask, I16 b) { return _mm512_ternarylogic_epi64(a, _mm512_set1_epi8(char(mask)), b, 0xea); }
-
-// The matrix of an affine map of bytes whose bit i is bit i + shift of its argument, for the bits i of mask.
-constexpr int64_t bit_matrix(int shift, int mask) {
-  uint64_t m = 0;
-  for (int i = 0; i < 8; ++i) {
-    if (((mask >> i) & 1) && i + shift >= 0 && i + shift < 8) m |= uint64_t(1) << (8 * (7 - i) + i + shift);
-  }
-  return int64_t(m);
-}
-// Bits of each byte moved down by a (in the upper half b) places and masked.
-template <int a, int b, int mask>
-FT_INLINE I16 bits(I16 v) {
-  constexpr int64_t x = bit_matrix(a, mask), y = bit_matrix(b, mask);
-  return _mm512_gf2p8affine_epi64_epi8(v, halves(x, y), 0);
-}
-
-// a's sums in the lower half, b's in the upper one.
-FT_INLINE I16 fold_halves(I16 a, I16 b) {
-  return _mm512_add_epi32(_mm512_shuffle_i64x2(a, b, 0x44), _mm512_shuffle_i64x2(a, b, 0xee));
-}
-// Lane i of each half is the sum of the lanes of that half of v[i].
-FT_INLINE I16 fold8(const I16 *v) {
-  const I16 a = fold4(fold2(v[0], v[1]), fold2(v[2], v[3])), b = fold4(fold2(v[4], v[5]), fold2(v[6], v[7]));
-  const I16 sum = _mm512_add_epi32(_mm512_shuffle_i64x2(a, b, 0x88), _mm512_shuffle_i64x2(a, b, 0xdd));
-  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 1, 4, 5, 2, 3, 6, 7), sum);
-}
-
-// Sums of the two planes of NT tokens.
-template <int NT>
-struct Planes {
-  I16 hi[NT], lo[NT];
-  FT_INLINE Planes() {
-    for (int t = 0; t < NT; ++t) hi[t] = lo[t] = _mm512_setzero_si512();
-  }
-  // 64 unsigned integers from column 64 * s on, times the scales of each pair.
-  template <int kPlanes>
-  FT_INLINE void add(I16 n, I16 sc, const Act256 *const *a, int s) {
-    for (int t = 0; t < NT; ++t) {
-      hi[t] = _mm512_dpwssd_epi32(hi[t], _mm512_maddubs_epi16(n, load64(a[t]->hi + 64 * s)), sc);
-      if (kPlanes == 2) lo[t] = _mm512_dpwssd_epi32(lo[t], _mm512_maddubs_epi16(n, load64(a[t]->lo + 64 * s)), sc);
-    }
-  }
-  FT_INLINE void store(I16 (*sums)[8], int row) const {
-    for (int t = 0; t < NT; ++t) sums[t][row] = fold_halves(hi[t], lo[t]);
-  }
-  // Less 1 << shift times the scales sc and the sums of the activations.
-  FT_INLINE void store_less(I16 (*sums)[8], int row, I16 sc, const Act256 *const *a, int shift) const {
-    for (int t = 0; t < NT; ++t) {
-      const I16 extra = _mm512_slli_epi32(_mm512_madd_epi16(sc, load64(a[t]->sum16)), shift);
-      sums[t][row] = _mm512_sub_epi32(fold_halves(hi[t], lo[t]), extra);
-    }
-  }
-};
-
-// Columns of blocks that are taken at a time, of each of eight rows, so that memory is read in order.
-template <int NT>
-constexpr int kColumns = NT == 4 ? 4 : 8;
-
-// What is left of eight blocks, one of each row: partial sums of the planes in the halves of a vector, minimums (8 or 16
-// bytes a row) and factors.
-struct Column8 {
-  alignas(64) uint64_t mins[16];
-  alignas(32) uint32_t factors[8];
-};
-template <int NT>
-struct Column : Column8 {
-  I16 sums[NT][8];
-};
-
-// Bytes 2 * s and 2 * s + 1 of eight scales, each over one half as int16.
-FT_INLINE I16 spread_eight(uint64_t sc, int s) {
-  const I16 at = halves(words_of(0x8000 | (2 * s)), words_of(0x8000 | (2 * s + 1)));
-  return _mm512_shuffle_epi8(_mm512_set1_epi64(int64_t(sc)), at);
-}
-
-struct ScalesK4 {
-  uint64_t sc, mn;
-};
-
-FT_INLINE ScalesK4 wide_scales_k4(const uint8_t *s) {
-  const uint32_t x = word32(s), y = word32(s + 4), z = word32(s + 8);
-  const uint32_t sc = (z & 0x0f0f0f0f) | ((x >> 2) & 0x30303030);
-  const uint32_t mn = ((z >> 4) & 0x0f0f0f0f) | ((y >> 2) & 0x30303030);
-  return {uint64_t(x & 0x3f3f3f3f) | (uint64_t(sc) << 32), uint64_t(y & 0x3f3f3f3f) | (uint64_t(mn) << 32)};
-}
-
-// Eight rows' M of eight minimums each.
-FT_INLINE F8 minimums8(const uint64_t *mins, const Act256 &a) {
-  const I16 mn = load64(mins);
-  I16 m = _mm512_setzero_si512();
-  for (int digit = 2; digit >= 0; --digit) {
-    int64_t d;
-    std::memcpy(&d, a.digits32[digit], 8);
-    m = _mm512_dpbusd_epi32(_mm512_slli_epi32(m, 8), mn, _mm512_set1_epi64(d));
-  }
-  m = _mm512_add_epi32(m, _mm512_srli_epi64(m, 32));
-  return _mm256_cvtepi32_ps(_mm512_cvtepi64_epi32(m));
-}
-
-struct WideQ4_K : FormQ4_K {
-  using Ready = Act256;
-  static constexpr int kBias = 0;
-  template <int NT, int kPlanes>
-  FT_INLINE static void sums(const Block &b, const Act256 *const *a, Column<NT> &c, int row) {
-    const ScalesK4 k = wide_scales_k4(b.scales);
-    Planes<NT> p;
-    for (int s = 0; s < 4; ++s) {
-      p.template add<kPlanes>(and64(down(twice(b.qs + 32 * s), 0, 4), 15), spread_eight(k.sc, s), a, s);
-    }
-    p.store(c.sums, row);
-    c.mins[row] = k.mn;
-    c.factors[row] = word32(&b.d);
-  }
-  FT_INLINE static F8 minimums(const Column8 &c, const Act256 &a) { return minimums8(c.mins, a); }
-};
-
-struct WideQ5_K : FormQ5_K {
-  using Ready = Act256;
-  static constexpr int kBias = 0;
-  template <int NT, int kPlanes>
-  FT_INLINE static void sums(const Block &b, const Act256 *const *a, Column<NT> &c, int row) {
-    const ScalesK4 k = wide_scales_k4(b.scales);
-    const I16 h = twice(b.qh);
-    const I16 fifth[4] = {bits<-4, -3, 16>(h), bits<-2, -1, 16>(h), bits<0, 1, 16>(h), bits<2, 3, 16>(h)};
-    Planes<NT> p;
-    for (int s = 0; s < 4; ++s) {
-      const I16 n = merge(down(twice(b.qs + 32 * s), 0, 4), 15, fifth[s]);
-      p.template add<kPlanes>(n, spread_eight(k.sc, s), a, s);
-    }
-    p.store(c.sums, row);
-    c.mins[row] = k.mn;
-    c.factors[row] = word32(&b.d);
-  }
-  FT_INLINE static F8 minimums(const Column8 &c, const Act256 &a) { return minimums8(c.mins, a); }
-};
-
-// Sixteen int16 scales, even groups before odd ones (group_place), each over a quarter of a vector.
-FT_INLINE I16 spread_sixteen(I16 sc, int s) {
-  const auto word = [](int place) { return words_of((2 * place) | ((2 * place + 1) << 8)); };
-  const I16 at = quarters(word(2 * s), word(2 * s + 8), word(2 * s + 1), word(2 * s + 9));
-  return _mm512_permutexvar_epi8(at, sc);
-}
-
-struct WideQ6_K : FormQ6_K {
-  using Ready = Act256;
-  static constexpr int kBias = 0;
-  template <int NT, int kPlanes>
-  FT_INLINE static void sums(const Block &b, const Act256 *const *a, Column<NT> &c, int row) {
-    const I16 sc = _mm512_broadcast_i64x4(even_odd(load16(b.scales)));
-    Planes<NT> p;
-    for (int half = 0; half < 2; ++half) {
-      const I16 q = load64(b.ql + 64 * half), h = twice(b.qh + 32 * half);
-      p.template add<kPlanes>(merge(q, 15, bits<-4, -2, 48>(h)), spread_sixteen(sc, 2 * half), a, 2 * half);
-      const I16 n = merge(_mm512_srli_epi16(q, 4), 15, bits<0, 2, 48>(h));
-      p.template add<kPlanes>(n, spread_sixteen(sc, 2 * half + 1), a, 2 * half + 1);
-    }
-    p.store_less(c.sums, row, sc, a, 5);
-    c.factors[row] = uint32_t(word16(&b.d));
-  }
-};
-
-// Sums of two planes of products that are bytes: unsigned n with the scales in them.
-template <int NT, int kPlanes>
-FT_INLINE void add_bytes(I16 n, const Act256 *const *a, int s, I16 *hi, I16 *lo) {
-  for (int t = 0; t < NT; ++t) {
-    hi[t] = _mm512_dpbusd_epi32(hi[t], n, load64(a[t]->hi + 64 * s));
-    if (kPlanes == 2) lo[t] = _mm512_dpbusd_epi32(lo[t], n, load64(a[t]->lo + 64 * s));
-  }
-}
-
-// `unit` times the number of each byte's group among the sixteen of a block, s-th quarter of them.
-FT_INLINE I16 group_numbers(int s, int unit) {
-  const auto group = [&](int i) { return bytes_of((4 * s + i) * unit); };
-  return quarters(group(0), group(1), group(2), group(3));
-}
-
-// Products of integers and scales fit a byte here, so they are looked up: of Q2_K at 4 * group + integer.
-struct WideQ2_K : FormQ2_K {
-  using Ready = Act256;
-  static constexpr int kBias = 0;
-  template <int NT, int kPlanes>
-  FT_INLINE static void sums(const Block &b, const Act256 *const *a, Column<NT> &c, int row) {
-    const __m128i both = load16(b.scales);
-    const I16 sc = _mm512_cvtepu8_epi32(_mm_and_si128(both, _mm_set1_epi8(15)));
-    const I16 table = _mm512_mullo_epi32(sc, _mm512_set1_epi32(0x03020100));
-    I16 hi[NT], lo[NT];
-    for (int t = 0; t < NT; ++t) hi[t] = lo[t] = _mm512_setzero_si512();
-    for (int s = 0; s < 4; ++s) {
-      const I16 q = twice(b.qs + 32 * (s >> 1));
-      const I16 at = merge(s & 1 ? down(q, 4, 6) : down(q, 0, 2), 3, group_numbers(s, 4));
-      add_bytes<NT, kPlanes>(_mm512_permutexvar_epi8(at, table), a, s, hi, lo);
-    }
-    for (int t = 0; t < NT; ++t) c.sums[t][row] = fold_halves(hi[t], lo[t]);
-    _mm_storeu_si128(reinterpret_cast<__m128i *>(c.mins + 2 * row), both);
-    c.factors[row] = word32(&b.d);
-  }
-  FT_INLINE static F8 minimums(const Column8 &c, const Act256 &a) {
-    I16 m[2];
-    for (int i = 0; i < 2; ++i) {
-      const I16 mn = and64(_mm512_srli_epi16(load64(c.mins + 8 * i), 4), 15);
-      m[i] = _mm512_setzero_si512();
-      for (int digit = 2; digit >= 0; --digit) {
-        const I16 d = _mm512_broadcast_i32x4(load16(a.digits16[digit]));
-        m[i] = _mm512_dpbusd_epi32(_mm512_slli_epi32(m[i], 8), mn, d);
-      }
-      m[i] = _mm512_add_epi32(m[i], _mm512_srli_epi64(m[i], 32));
-    }
-    const I16 sum = _mm512_add_epi32(_mm512_unpacklo_epi64(m[0], m[1]), _mm512_unpackhi_epi64(m[0], m[1]));
-    const I16 order = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 0, 0, 0, 0, 0, 0, 0, 0);
-    return _mm256_cvtepi32_ps(_mm512_castsi512_si256(_mm512_permutexvar_epi32(order, sum)));
-  }
-};
-
-// Of Q3_K at 16 * integer + group: (integer - 4) * (scale - 32), and kBias so that it is unsigned.
-// The twelve bytes of scales (the four bytes before them are read too) as sixteen signed bytes.
-FT_INLINE __m128i wide_scales_q3(const uint8_t *scales) {
-  const __m128i all = load16(scales - 4);
-  const __m128i low = _mm_srlv_epi32(_mm_shuffle_epi32(all, 0x99), _mm_setr_epi32(0, 0, 4, 4));
-  const __m128i high = _mm_rolv_epi32(_mm_shuffle_epi32(all, 0xff), _mm_setr_epi32(4, 2, 0, 30));
-  const __m128i sc = _mm_or_si128(_mm_and_si128(low, _mm_set1_epi8(15)), _mm_and_si128(high, _mm_set1_epi8(48)));
-  return _mm_sub_epi8(sc, _mm_set1_epi8(32));
-}
-
-struct WideQ3_K : FormQ3_K {
-  using Ready = Act256;
-  static constexpr int kBias = 124;
-  template <int NT, int kPlanes>
-  FT_INLINE static void sums(const Block &b, const Act256 *const *a, Column<NT> &c, int row) {
-    const I16 sc = _mm512_broadcast_i32x4(wide_scales_q3(b.scales)), sc2 = _mm512_add_epi8(sc, sc);
-    const I16 multiples = _mm512_add_epi8(_mm512_maskz_mov_epi64(0xcc, sc), _mm512_maskz_mov_epi64(0xf0, sc2));
-    const I16 upper = _mm512_add_epi8(multiples, _mm512_set1_epi8(kBias));
-    const I16 lower = _mm512_sub_epi8(upper, _mm512_add_epi8(sc2, sc2));
-    const I16 h = twice(b.hmask);
-    const I16 third[4] = {bits<-6, -5, 64>(h), bits<-4, -3, 64>(h), bits<-2, -1, 64>(h), bits<0, 1, 64>(h)};
-    I16 hi[NT], lo[NT];
-    for (int t = 0; t < NT; ++t) hi[t] = lo[t] = _mm512_setzero_si512();
-    for (int s = 0; s < 4; ++s) {
-      const I16 q = twice(b.qs + 32 * (s >> 1));
-      const I16 at = merge(s & 1 ? down(q, 0, 2) : up(q, 4, 2), 48, _mm512_or_si512(third[s], group_numbers(s, 1)));
-      add_bytes<NT, kPlanes>(_mm512_permutex2var_epi8(lower, at, upper), a, s, hi, lo);
-    }
-    for (int t = 0; t < NT; ++t) c.sums[t][row] = fold_halves(hi[t], lo[t]);
-    c.factors[row] = uint32_t(word16(&b.d));
-  }
-};
-
-// Activations of IQ4_XS as its nibbles lie: of four groups of 32 at a time the first halves, then the second ones; and
-// what the sums of a plane's groups begin with, because the table's values are biased.
-struct ReadyIQ4_XS {
-  I16 planes[2][4], begin[2][2];
-  FT_INLINE void set(const Act256 &a) {
-    for (int p = 0; p < 2; ++p) {
-      const int8_t *plane = p == 0 ? a.hi : a.lo;
-      const I8 less = _mm256_slli_epi32(_mm256_cvtepi16_epi32(load16(a.sum32[p])), 7);
-      const I16 begins = _mm512_castsi256_si512(_mm256_sub_epi32(_mm256_setzero_si256(), less));
-      for (int i = 0; i < 2; ++i) {
-        const I16 x = load64(plane + 128 * i), y = load64(plane + 128 * i + 64);
-        planes[p][2 * i] = _mm512_shuffle_i64x2(x, y, 0x88);
-        planes[p][2 * i + 1] = _mm512_shuffle_i64x2(x, y, 0xdd);
-        begin[p][i] = _mm512_maskz_expand_epi32(0x1111, i == 0 ? begins : _mm512_shuffle_i64x2(begins, begins, 1));
-      }
-    }
-  }
-};
-
-struct WideIQ4_XS : FormIQ4_XS {
-  using Ready = ReadyIQ4_XS;
-  static constexpr int kBias = 0;
-  FT_INLINE static I16 scales(const Block &b) {
-    const uint64_t low = _pdep_u64(word32(b.scales_l), 0x0f0f0f0f0f0f0f0f);
-    const uint64_t high = _pdep_u64(b.scales_h, 0x3030303030303030);
-    const __m128i sc = _mm_sub_epi8(_mm_cvtsi64_si128(int64_t(low | high)), _mm_set1_epi8(32));
-    return _mm512_castsi256_si512(_mm256_cvtepi8_epi32(sc));
-  }
-  template <int NT, int kPlanes>
-  FT_INLINE static void sums(const Block &b, const Ready *const *a, Column<NT> &c, int row) {
-    const I16 sc = scales(b), table = _mm512_add_epi8(_mm512_broadcast_i32x4(load16(kTableIQ4)), _mm512_set1_epi8(-128));
-    I16 sum[NT][2];
-    for (int i = 0; i < 2; ++i) {
-      const I16 q = load64(b.qs + 64 * i);
-      const I16 low = _mm512_permutexvar_epi8(q, table), high = _mm512_permutexvar_epi8(_mm512_srli_epi16(q, 4), table);
-      const I16 at = _mm512_add_epi32(_mm512_set1_epi32(4 * i), _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3));
-      const I16 scale = _mm512_permutexvar_epi32(at, sc);
-      for (int t = 0; t < NT; ++t) {
-        for (int p = 0; p < kPlanes; ++p) {
-          I16 dot = _mm512_dpbusd_epi32(a[t]->begin[p][i], low, a[t]->planes[p][2 * i]);
-          dot = _mm512_mullo_epi32(_mm512_dpbusd_epi32(dot, high, a[t]->planes[p][2 * i + 1]), scale);
-          sum[t][p] = i == 0 ? dot : _mm512_add_epi32(sum[t][p], dot);
-        }
-      }
-    }
-    for (int t = 0; t < NT; ++t) c.sums[t][row] = fold_halves(sum[t][0], kPlanes == 2 ? sum[t][1] : _mm512_setzero_si512());
-    c.factors[row] = uint32_t(word16(&b.d));
-  }
-};
-
-// The terms of eight rows, one a lane.
-template <class W, int NT, int kPlanes>
-FT_INLINE F8 column_terms(const Column<NT> &c, int t, const Act256 &a, float scale) {
+// The terms of a column, one a lane.
+template <class W, int NT, int kPlanes, class Met>
+FT_INLINE F8 column_terms(const Column<NT> &c, int t, const Met &met) {
   const I8 words = load(c.factors);
-  const F8 dx = _mm256_set1_ps(scale);
   I16 whole = fold8(c.sums[t]);
   if constexpr (W::kBias != 0) {
-    const I16 hi = _mm512_set1_epi32(W::kBias * a.total[0]);
-    whole = _mm512_sub_epi32(whole, _mm512_mask_set1_epi32(hi, 0xff00, W::kBias * a.total[1]));
+    const I16 totals = _mm512_inserti64x4(_mm512_castsi256_si512(met.total(0)), met.total(1), 1);
+    whole = _mm512_sub_epi32(whole, _mm512_mullo_epi32(totals, _mm512_set1_epi32(W::kBias)));
   }
   const __m512 sums = _mm512_cvtepi32_ps(whole);
   F8 sum = _mm512_castps512_ps256(sums);
   if (kPlanes == 2) sum = _mm256_add_ps(_mm256_mul_ps(sum, _mm256_set1_ps(256.0f)), _mm512_extractf32x8_ps(sums, 1));
-  const F8 term = _mm256_mul_ps(_mm256_mul_ps(_mm256_cvtph_ps(_mm256_cvtepi32_epi16(words)), dx), sum);
+  F8 d = _mm256_cvtph_ps(_mm256_cvtepi32_epi16(words));
+  if constexpr (W::kFactor != 1) d = _mm256_mul_ps(d, _mm256_set1_ps(W::kFactor));
+  const F8 term = _mm256_mul_ps(_mm256_mul_ps(d, met.dx()), sum);
   if constexpr (!W::kHasMin) {
     return term;
   } else {
     const F8 dmin = _mm256_cvtph_ps(_mm256_cvtepi32_epi16(_mm256_srli_epi32(words, 16)));
-    return _mm256_sub_ps(term, _mm256_mul_ps(_mm256_mul_ps(dmin, dx), W::minimums(c, a)));
+    return _mm256_sub_ps(term, _mm256_mul_ps(_mm256_mul_ps(dmin, met.dx()), W::minimums(c, met)));
   }
 }
 
-// The activations of a few columns, made ready.
+// A row of activations, made ready.
+constexpr int64_t kMaxReady = 128;  // blocks; longer rows are for the narrower kernels
 template <class Ready, int NT>
 struct WideActs {
-  Ready ready[NT][kColumns<NT>];
-  int64_t first;
-  FT_INLINE WideActs(const void *const *act, int64_t begin, int64_t end) : first(begin) {
+  Ready ready[NT][kMaxReady];
+  FT_INLINE WideActs(const void *const *act, int64_t nb) {
     for (int t = 0; t < NT; ++t) {
-      for (int64_t b = begin; b < end; ++b) ready[t][b - begin].set(static_cast<const Act256 *>(act[t])[b]);
+      for (int64_t b = 0; b < nb; ++b) ready[t][b].set(static_cast<const Act256 *>(act[t])[b]);
     }
   }
-  FT_INLINE const Ready *at(int t, int64_t b) const { return &ready[t][b - first]; }
+  FT_INLINE const Ready *at(int t, int64_t b) const { return &ready[t][b]; }
 };
 template <int NT>
 struct WideActs<Act256, NT> {
   const void *const *act;
-  FT_INLINE WideActs(const void *const *acts, int64_t, int64_t) : act(acts) {}
+  FT_INLINE WideActs(const void *const *acts, int64_t) : act(acts) {}
   FT_INLINE const Act256 *at(int t, int64_t b) const { return static_cast<const Act256 *>(act[t]) + b; }
 };
 
-// Rows eight by eight; returns the first row that is left.
-template <class W, int NT, int kPlanes>
-inline int64_t rows_by_eight(const Matrix &m, const void *const *act, float *const *out) {
+template <class W, int R, int NT, int kPlanes, class Block>
+FT_INLINE void sums_of_rows(const Block *const *b, const typename W::Ready *const *a, Column<NT> &c, int row) {
+  if constexpr (W::kRows == 1) {
+    W::template sums<NT, kPlanes>(**b, a, c, row);
+  } else {
+    W::template rows<R, NT, kPlanes>(b, a, c, row);
+  }
+}
+
+// Short rows eight by eight, of these R together: lanes are rows. Returns the first row that is left. Memory is asked for
+// in its own order.
+constexpr int kShort = 8;
+template <class W, int R, int NT, int kPlanes>
+inline int64_t short_rows(const Matrix &m, const void *const *act, float *const *out) {
   using Block = typename W::Block;
-  Column<NT> columns[kColumns<NT>];
+  Column<NT> columns[kShort];
+  const WideActs<typename W::Ready, NT> acts(act, m.nb);
   int64_t r = m.row0;
   for (; r + 8 <= m.row1; r += 8) {
-    F8 sum[NT][8];
-    for (int t = 0; t < NT; ++t) {
-      for (int i = 0; i < 8; ++i) sum[t][i] = _mm256_setzero_ps();
-    }
-    for (int64_t first = 0; first < m.nb; first += kColumns<NT>) {
-      const int64_t end = std::min<int64_t>(first + kColumns<NT>, m.nb);
-      const WideActs<typename W::Ready, NT> acts(act, first, end);
-      for (int i = 0; i < 8; ++i) {
-        const Block *w = reinterpret_cast<const Block *>(m.w + (r + i) * m.row_bytes);
-        for (int64_t b = first; b < end; ++b) {
-          const typename W::Ready *a[NT];
-          for (int t = 0; t < NT; ++t) a[t] = acts.at(t, b);
-          prefetch<sizeof(Block)>(w + b);
-          W::template sums<NT, kPlanes>(w[b], a, columns[b - first], i);
-        }
-      }
-      for (int64_t b = first; b < end; ++b) {
-        for (int t = 0; t < NT; ++t) {
-          const float dx = act_scales(act[t], 256, m.nb)[b];
-          const Act256 &a = static_cast<const Act256 *>(act[t])[b];
-          sum[t][b & 7] = _mm256_add_ps(sum[t][b & 7], column_terms<W, NT, kPlanes>(columns[b - first], t, a, dx));
-        }
+    for (int i = 0; i < 8; i += R) {
+      for (int64_t b = 0; b < m.nb; ++b) {
+        const typename W::Ready *a[NT];
+        for (int t = 0; t < NT; ++t) a[t] = acts.at(t, b);
+        const Block *w[R];
+        for (int k = 0; k < R; ++k) w[k] = reinterpret_cast<const Block *>(m.w + (r + i + k) * m.row_bytes) + b;
+        prefetch<R * sizeof(Block)>(reinterpret_cast<const Block *>(m.w + (r + i) * m.row_bytes) + R * b);
+        sums_of_rows<W, R, NT, kPlanes>(w, a, columns[b], i);
       }
     }
     for (int t = 0; t < NT; ++t) {
-      const F8 *l = sum[t];
+      F8 l[kShort];
+      for (int64_t b = 0; b < kShort; ++b) {
+        l[b] = _mm256_setzero_ps();
+        if (b >= m.nb) continue;
+        const OneBlock met = {static_cast<const Act256 *>(act[t])[b], act_scales(act[t], 256, m.nb)[b]};
+        l[b] = _mm256_add_ps(l[b], column_terms<W, NT, kPlanes>(columns[b], t, met));
+      }
       const F8 even = _mm256_add_ps(_mm256_add_ps(l[0], l[4]), _mm256_add_ps(l[2], l[6]));
       const F8 odd = _mm256_add_ps(_mm256_add_ps(l[1], l[5]), _mm256_add_ps(l[3], l[7]));
       _mm256_storeu_ps(out[t] + r, _mm256_add_ps(even, odd));
@@ -405,10 +100,92 @@ inline int64_t rows_by_eight(const Matrix &m, const void *const *act, float *con
   return r;
 }
 
+// What eight blocks side by side need of the activations of a row: the numbers of OneBlock, one behind the other, and
+// zeros for eight blocks more.
+template <class W>
+struct Row {
+  alignas(64) uint64_t digits8[3][kMaxReady + 8];
+  alignas(64) __m128i digits16[3][kMaxReady + 8];
+  alignas(32) int32_t totals[2][kMaxReady + 8];
+  const float *dx;
+
+  FT_INLINE void set(const void *act, int64_t nb) {
+    dx = act_scales(act, 256, nb);
+    static const Act256 none = {};
+    for (int64_t b = 0; (W::kHasMin || W::kBias != 0) && b < pad8(nb); ++b) {
+      const Act256 &a = b < nb ? static_cast<const Act256 *>(act)[b] : none;
+      for (int i = 0; i < 3; ++i) {
+        std::memcpy(&digits8[i][b], a.digits32[i], 8);
+        digits16[i][b] = load16(a.digits16[i]);
+      }
+      for (int i = 0; i < 2; ++i) totals[i][b] = a.total[i];
+    }
+  }
+};
+
+template <class W>
+struct EightBlocks {
+  const Row<W> &row;
+  int64_t b;
+  FT_INLINE F8 dx() const { return _mm256_loadu_ps(row.dx + b); }
+  FT_INLINE I8 total(int plane) const { return load(row.totals[plane] + b); }
+  FT_INLINE I16 digits8(int i) const { return load64(row.digits8[i] + b); }
+  FT_INLINE I16 digits16(int i, int half) const { return load64(row.digits16[i] + b + 4 * half); }
+};
+
+// Sums of up to eight blocks of a row; the others are zero.
+template <class W, int NT, int kPlanes>
+FT_INLINE void row_sums(const typename W::Block *w, int64_t count, const typename W::Ready *const *acts, Column<NT> &c) {
+  if (count < 8) std::memset(c.mins, 0, sizeof(c.mins));
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    if (i < count) {
+      const typename W::Ready *a[NT];
+      for (int t = 0; t < NT; ++t) a[t] = acts[t] + i;
+      const typename W::Block *b = w + i;
+      prefetch<sizeof(*b)>(b);
+      sums_of_rows<W, 1, NT, kPlanes>(&b, a, c, i);
+    } else {
+      for (int t = 0; t < NT; ++t) c.sums[t][i] = _mm512_setzero_si512();
+      c.factors[i] = 0;
+    }
+  }
+}
+
+// Row by row, eight blocks at a time: lanes of a column are the lanes of lanes8.
+template <class W, int NT, int kPlanes>
+inline void long_rows(const Matrix &m, const void *const *act, float *const *out) {
+  using Block = typename W::Block;
+  const WideActs<typename W::Ready, NT> acts(act, m.nb);
+  Row<W> row[NT];
+  for (int t = 0; t < NT; ++t) row[t].set(act[t], m.nb);
+  for (int64_t r = m.row0; r < m.row1; ++r) {
+    F8 sum[NT];
+    for (int t = 0; t < NT; ++t) sum[t] = _mm256_setzero_ps();
+    const Block *w = reinterpret_cast<const Block *>(m.w + r * m.row_bytes);
+    for (int64_t first = 0; first < m.nb; first += 8) {
+      const typename W::Ready *a[NT];
+      for (int t = 0; t < NT; ++t) a[t] = acts.at(t, first);
+      Column<NT> column;
+      if (first + 8 <= m.nb) {
+        row_sums<W, NT, kPlanes>(w + first, 8, a, column);
+      } else {
+        row_sums<W, NT, kPlanes>(w + first, m.nb - first, a, column);
+      }
+      for (int t = 0; t < NT; ++t) {
+        sum[t] = _mm256_add_ps(sum[t], column_terms<W, NT, kPlanes>(column, t, EightBlocks<W>{row[t], first}));
+      }
+    }
+    for (int t = 0; t < NT; ++t) out[t][r] = tree8(sum[t]);
+  }
+}
+
 template <class W, class Vec, int NT, int kPlanes>
 inline void wide_tokens(const Matrix &m, const void *const *act, float *const *out) {
+  if (m.nb >= W::kManyBlocks) return long_rows<W, NT, kPlanes>(m, act, out);
+  constexpr int R = W::kRows < 4 / NT ? W::kRows : 4 / NT;
   Matrix rest = m;
-  rest.row0 = rows_by_eight<W, NT, kPlanes>(m, act, out);
+  rest.row0 = short_rows<W, R, NT, kPlanes>(m, act, out);
   if (rest.row0 == rest.row1) return;
   for (int t = 0; t < NT; ++t) rows_tokens<Vec, Act256, 1, kPlanes>(rest, act + t, out + t);
 }
@@ -432,7 +209,9 @@ template <class W, class Vec>
 inline void matvec_wide(const uint8_t *w, int64_t row_bytes, int64_t n_cols, int64_t row0, int64_t row1,
                         const void *const *act, int n, int planes, float *const *out) {
   const Matrix m = {w, row_bytes, n_cols / 256, row0, row1};
-  if (planes == 2) {
+  if (m.nb > kMaxReady) {
+    matvec_vec<Vec, Act256>(w, row_bytes, n_cols, row0, row1, act, n, planes, out);
+  } else if (planes == 2) {
     wide_planes<W, Vec, 2>(m, act, n, out);
   } else {
     wide_planes<W, Vec, 1>(m, act, n, out);

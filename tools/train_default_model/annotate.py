@@ -16,7 +16,7 @@ from tools.train_default_model.encode import Dataset, first_tokens, load_dataset
 from tools.train_default_model.teacher import Teacher
 from tools.train_default_model.tokens import SYSTEM
 from tools.train_default_model.vocab import load_tokenizer
-from tools.train_default_model.work import Clock, say
+from tools.train_default_model.work import Clock, save_json, say
 
 __all__ = ["TOP", "annotate", "load_hints"]
 
@@ -104,9 +104,9 @@ def annotate(
         partial = folder / f"hints-{name}.part.npy"
         np.save(partial, tensor.cpu().numpy())
         partial.rename(folder / f"hints-{name}.npy")
-    say(
-        "annotate", f"{done / 1e6:.2f} M of {int(data.answer.sum()) / 1e6:.2f} M answer tokens, {clock.elapsed_s:.0f} s"
-    )
+    n_answer = int(data.answer.sum())
+    save_json(folder / "hints.json", {"hinted": done, "answer_tokens": n_answer})
+    say("annotate", f"{done / 1e6:.2f} M of {n_answer / 1e6:.2f} M answer tokens, {clock.elapsed_s:.0f} s")
 
 
 def load_hints(folder: Path, n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:

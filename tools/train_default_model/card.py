@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ CARD = """# FreeToken small MoE
 
 `freetoken-small-moe.gguf` ({file_mb:.1f} MB) is the model that `ft serve` and `ft run` take without `-m`. It is a real
 mixture of experts with learned routing, made for this project so that everything can be tried at once and offline. It
-answers simple questions and tells short stories in English. **It is very small and often wrong**: do not rely on it.
+answers simple questions in English and begins short stories, which soon repeat themselves. **It is very small and often
+wrong**: do not rely on it.
 
 | | |
 | --- | --- |
@@ -35,10 +37,10 @@ answers simple questions and tells short stories in English. **It is very small 
   {text}.
   {authored} dialogues written as patterns (who the model is, capitals, opposites, sums, not knowing) were added.
   No text from anywhere else.
-* **Training.** {tokens_m:.0f} M tokens ({epochs} epochs, {steps} steps), next token and the teacher's 16 likeliest next
-  tokens (its vocabulary mapped to ours where tokens begin at the same place), with a load-balancing loss and a loss on
-  the router's logits; Muon and AdamW. In the last 40% weights were rounded to the shipped types in every step, so the
-  small file loses next to nothing.
+* **Training.** {tokens_m:.0f} M tokens ({epochs} epochs, {steps} steps), next token and, for {hinted:.0%} of the answer
+  tokens, the teacher's 16 likeliest next tokens (its vocabulary mapped to ours where tokens begin at the same place),
+  with a load-balancing loss and a loss on the router's logits; Muon and AdamW. In the last 40% weights were rounded to
+  the shipped types in every step, so the small file loses next to nothing.
 
 ## What it scores
 
@@ -46,17 +48,17 @@ answers simple questions and tells short stories in English. **It is very small 
 | --- | --- | --- |
 | this model, weights rounded as shipped | {ppl_rounded:.3f} | {bpb_rounded:.4f} |
 | this model, fp32 | {ppl_exact:.3f} | {bpb_exact:.4f} |
-| dense model of the same active size, same text, steps and rounding | {dense_rounded:.3f} | {dense_bpb:.4f} |
+| dense model, same active size, text and rounding, {dense_steps} steps | {dense_rounded:.3f} | {dense_bpb:.4f} |
 | the same in fp32 | {dense_exact:.3f} | {dense_exact_bpb:.4f} |
-
-* Held-out prompts ({n_prompts}): {fluent:.0%} of the answers fluent, {topic:.0%} on topic, {good:.0%} both and
-  without a complaint of the text filter. Fluent: SmolLM2's mean loss over the answer is at most {limit:.2f} nats a
-  token, which holds for 95% of its own answers. On topic: SmolLM2 finds the answer likelier after its prompt than
-  after another.
+{dense_note}
+* Held-out prompts ({n_prompts}), greedy: {fluent:.0%} of the answers fluent, {topic:.0%} on topic, {good:.0%} both and
+  without a complaint of the text filter (complaints: {complaints}). Fluent: SmolLM2's mean loss over the answer is at
+  most {limit:.2f} nats a token, which holds for 95% of its own answers. On topic: SmolLM2 finds the answer likelier
+  after its prompt than after another.
 * F32 export, greedy: the same tokens in llama.cpp and in FreeToken for {same} of {n_same} prompts.
-* Shipped file, greedy: {best} of {n_best} tokens are the best of the same weights in fp32; the furthest of the others
-  is {gap:.4f} nats from it.
-* Routing over {route_tokens:.0f} tokens of the answers below: {overlap:.0%} of a token's experts are also those of the
+* Shipped file, greedy: {best} of {n_best} tokens are the best of the same weights in fp32; the largest distance of one
+  from the best is {gap:.4f} nats.
+* Routing over {route_tokens:.0f} tokens of held-out dialogues: {overlap:.0%} of a token's experts are also those of the
   token before. One LRU over all experts hits {lru25:.0%} with room for 25% of them, {lru37:.0%} with 37%, {lru50:.0%}
   with 50%.
 
@@ -64,12 +66,13 @@ answers simple questions and tells short stories in English. **It is very small 
 
 ## Limits
 
-It knows little, confuses facts, counts badly, loses the thread in long answers and believes what it is told. It speaks
-English only. It has had no safety training beyond its text. It is a demonstration, not an assistant.
+It knows little, confuses facts, counts badly, and believes what it is told. In answers of more than a few sentences it
+repeats itself and loses the thread, when greedy more than when sampled. It speaks English only. It has had no safety
+training beyond its text. It is a demonstration, not an assistant.
 
 ## Twenty answers, unedited
 
-Greedy, at most 320 tokens.
+Greedy, at most 320 tokens. {trained}
 
 {samples}
 """
@@ -86,6 +89,32 @@ def _parameters(g: dict[str, Any]) -> tuple[float, float, float]:
         (fixed + g["n_layer"] * g["n_expert"] * expert) / 1e6,
         (fixed + g["n_layer"] * g["n_used"] * expert) / 1e6,
         embedding / 1e6,
+    )
+
+
+def _dense_note(n_steps: int, n_wanted: int) -> str:
+    """What to know of a dense twin whose run ended early."""
+    if n_steps == n_wanted:
+        return ""
+    return (
+        f"\nThe dense run was cut short after {n_steps} of {n_wanted} steps, its learning rate still falling: the two "
+        "compare only roughly.\n"
+    )
+
+
+def _complaints(answers: list[list[Any]]) -> str:
+    """What the text filter says against how many answers."""
+    counts = Counter(verdict["complaint"] for _, _, verdict in answers if verdict["complaint"])
+    return ", ".join(f"{reason} {n}" for reason, n in counts.most_common()) or "none"
+
+
+def _trained(counts: list[list[int]]) -> str:
+    """How many of the sample questions were trained on."""
+    n_written = sum(written > 0 for _, written in counts)
+    n_generated = sum(generated > 0 and not written for generated, written in counts)
+    return (
+        f"{n_written} of the {len(counts)} questions stand word for word among the written dialogues, {n_generated} "
+        "more among the generated ones: those answers show what it remembers."
     )
 
 
@@ -120,6 +149,7 @@ def write_card(source: Path, target: Path) -> None:
         "embedding_m": embedding,
         "text": _text(card["text"]),
         "authored": card["text"].get("authored", 0),
+        "hinted": card["hints"].get("hinted", 0) / max(card["hints"].get("answer_tokens", 0), 1),
         "tokens_m": training["tokens"] / 1e6,
         "epochs": training["epoch"] + 1,
         "steps": training["steps"],
@@ -132,6 +162,10 @@ def write_card(source: Path, target: Path) -> None:
         "dense_bpb": twin_rounded["bits_per_byte"],
         "dense_exact": twin_exact["perplexity"],
         "dense_exact_bpb": twin_exact["bits_per_byte"],
+        "dense_steps": dense["training"].get("steps", 0),
+        "dense_note": _dense_note(dense["training"].get("steps", 0), training["steps"]),
+        "complaints": _complaints(answers["answers"]),
+        "trained": _trained(card["times_trained"]),
         "n_prompts": len(answers["answers"]),
         "fluent": answers["shares"]["is_fluent"],
         "topic": answers["shares"]["is_on_topic"],

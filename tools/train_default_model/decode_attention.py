@@ -58,7 +58,8 @@ if triton is not None:
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM], tl.float32)
-        for start in range(0, n, BLOCK):
+        start = 0
+        while start < n:
             at = start + tl.arange(0, BLOCK)
             where = at[:, None] * DIM + dims[None, :]
             is_in = at < n
@@ -72,6 +73,7 @@ if triton is not None:
             total = total * keep + tl.sum(p, 1)
             acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v)
             top = new_top
+            start += BLOCK
         acc = acc / total[:, None]
         tl.store(out_ptr + q_at, acc.to(out_ptr.dtype.element_ty), mask=rows[:, None] < GROUP)
 

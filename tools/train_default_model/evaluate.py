@@ -5,6 +5,7 @@ Needs llama-cpp-python and our native library: it runs where the project is inst
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -25,6 +26,8 @@ from tools.train_default_model.judge import judge_answers, threshold
 from tools.train_default_model.picture import expert_load
 from tools.train_default_model.prompts import held_out_prompts
 from tools.train_default_model.teacher import Teacher
+from tools.train_default_model.tokens import token_bytes
+from tools.train_default_model.vocab import load_tokenizer
 from tools.train_default_model.work import load_json, save_json, say
 
 __all__ = ["CARD_QUESTIONS", "best_or_near", "evaluate", "routes_of", "same_greedy"]
@@ -53,6 +56,7 @@ CARD_QUESTIONS = (
 )
 NEAR_NATS = 0.1
 CAPACITIES = (0.25, 0.37, 0.5)
+ROUTED_DIALOGUES = 100
 
 
 class Chat:
@@ -97,19 +101,44 @@ def best_or_near(path: Path, chat: Chat, questions: Sequence[str], n: int) -> di
     return {"tokens": len(gaps), "best": sum(g == 0 for g in gaps), "largest_gap_nats": max(gaps)}
 
 
-def routes_of(path: Path, chat: Chat, dialogues: Sequence[tuple[str, list[int]]]) -> np.ndarray:
-    """int [tokens, layer, used]: experts that llama.cpp routes the answers' tokens to, one at a time."""
+def routes_of(path: Path, streams: Sequence[Sequence[int]]) -> np.ndarray:
+    """int [tokens, layer, used]: experts that llama.cpp routes each stream's tokens to, all streams in a row."""
     seen: dict[int, list[np.ndarray]] = {}
 
     def keep(name: str, values: np.ndarray) -> None:
-        seen.setdefault(int(name.rpartition("-")[2]), []).append(values[-1])
+        seen.setdefault(int(name.rpartition("-")[2]), []).append(values.copy())
 
     with Peer(path, n_ctx=1024, n_threads=2, capture=(("ffn_moe_topk-",), keep)) as peer:
-        for question, answer in dialogues:
+        for stream in streams:
             peer.clear()
-            for token in [*chat.tokens(question), *answer]:
-                peer.decode([token])
-    return np.stack([np.stack(seen[layer]) for layer in sorted(seen)], axis=1)
+            peer.decode(stream, every=True)
+    return np.stack([np.concatenate(seen[layer]) for layer in sorted(seen)], axis=1)
+
+
+def their_pieces(teacher_path: Path) -> list[bytes]:
+    """The bytes of each of the teacher's tokens."""
+    with open_model(teacher_path) as file:
+        return token_bytes(list(file.metadata["tokenizer.ggml.tokens"]))
+
+
+def held_out_streams(folder: Path, pieces: list[bytes], n: int) -> list[list[int]]:
+    """The first `n` held-out dialogues of the teacher in our tokens."""
+    with np.load(folder / "held-out-docs.npz") as file:
+        tokens, offsets = file["tokens"], file["offsets"]
+    texts = [b"".join(pieces[t] for t in tokens[a:b]).decode() for a, b in itertools.pairwise(offsets[: n + 1])]
+    return [encoding.ids for encoding in load_tokenizer(folder).encode_batch(texts, add_special_tokens=False)]
+
+
+def times_trained(folder: Path, pieces: list[bytes], questions: Sequence[str]) -> list[list[int]]:
+    """For each question, how often it stands in the training text with a generated answer and with a written one."""
+    turns = [f"<|im_start|>user\n{question}<|im_end|>".encode() for question in questions]
+    counts = [[0, 0] for _ in questions]
+    for path in sorted(folder.glob("clean-*.npz")):
+        with np.load(path) as file:
+            text = b"".join([pieces[t] for t in file["tokens"].tolist()])
+        for count, turn in zip(counts, turns, strict=True):
+            count["-own-" in path.name] += text.count(turn)
+    return counts
 
 
 def evaluate(
@@ -121,7 +150,7 @@ def evaluate(
     card: dict[str, Any] = {"file_bytes": shipped.stat().st_size}
     for name in ("student", "dense"):
         card[name] = load_json(folder / f"{name}-held-out.json") | {"training": load_json(folder / f"{name}.json")}
-    card["text"] = load_json(folder / "clean.json")
+    card["text"], card["hints"] = load_json(folder / "clean.json"), load_json(folder / "hints.json")
     answers = greedy_answers(shipped, chat, CARD_QUESTIONS, n_tokens, exact=False)
     card["samples"] = [[q, chat.text(a)] for q, a in zip(CARD_QUESTIONS, answers, strict=True)]
     say("evaluate", "samples are there")
@@ -131,23 +160,25 @@ def evaluate(
     )
     card["best_or_near"] = best_or_near(shipped, chat, CARD_QUESTIONS, n_tokens)
     say("evaluate", f"shipped file against fp32: {card['best_or_near']}")
-    card["routing"] = _routing(shipped, chat, list(zip(CARD_QUESTIONS, answers, strict=True)))
+    pieces = their_pieces(teacher_path)
+    card["times_trained"] = times_trained(folder, pieces, CARD_QUESTIONS)
+    card["routing"], card["expert_counts"] = _routing(shipped, held_out_streams(folder, pieces, ROUTED_DIALOGUES))
+    expert_load(card["expert_counts"], target / "expert-load.svg")
     say("evaluate", f"routing: {card['routing']}")
     card["held_out_answers"] = _held_out_answers(shipped, chat, folder, teacher_path, n_answers, n_tokens)
-    counts = card["student"].get("rounded", {}).get("expert_counts")
-    if counts:
-        expert_load(counts, target / "expert-load.svg")
     save_json(target / "card.json", card)
     return card
 
 
-def _routing(path: Path, chat: Chat, dialogues: list[tuple[str, list[int]]]) -> dict[str, float]:
-    """Hit rates of one LRU over (layer, expert), and the share of a token's experts that its predecessor chose."""
+def _routing(path: Path, streams: list[list[int]]) -> tuple[dict[str, float], list[list[int]]]:
+    """Hit rates of one LRU over (layer, expert), the share of a token's experts that its predecessor chose; and how
+    often each expert of each layer was chosen."""
     with open_model(path) as file:
         n_expert = file.metadata.get_int("qwen3moe.expert_count", 0)
-    routes = routes_of(path, chat, dialogues)
+    routes = routes_of(path, streams)
     out = {f"lru_hit_rate_{capacity:.2f}": hit_rate(routes, n_expert, capacity) for capacity in CAPACITIES}
-    return out | {"adjacent_overlap": overlap(routes), "tokens": float(len(routes))}
+    counts = [np.bincount(layer.ravel(), minlength=n_expert).tolist() for layer in routes.swapaxes(0, 1)]
+    return out | {"adjacent_overlap": overlap(routes), "tokens": float(len(routes))}, counts
 
 
 def _held_out_answers(

@@ -197,12 +197,11 @@ def load_student(folder: Path, name: str) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def held_out(model: Student, data: Dataset, pieces: list[bytes], max_docs: int, length: int = 512) -> dict[str, Any]:
-    """Perplexity per answer token, bits per byte, and expert counts over answers of held-out dialogues."""
+    """Perplexity per answer token and bits per byte over answers of held-out dialogues."""
     device = model.token_embd.device
     docs = np.flatnonzero(data.held)[:max_docs]
     sizes = torch.tensor([len(piece) for piece in pieces], device=device)
     nats = n_tokens = n_bytes = 0.0
-    counts = torch.zeros((model.g.n_layer, max(model.g.n_expert, 1)), device=device)
     for i in range(0, len(docs), 32):
         rows, masks = [], []
         for d in docs[i : i + 32]:
@@ -212,17 +211,15 @@ def held_out(model: Student, data: Dataset, pieces: list[bytes], max_docs: int, 
             masks.append(np.pad(data.answer[a:b], (0, pad)))
         tokens = torch.from_numpy(np.stack(rows)).to(device)
         mask = torch.from_numpy(np.stack(masks)).to(device)[:, 1:]
-        hidden, _, count = model.hidden(tokens[:, :-1])
+        hidden = model.hidden(tokens[:, :-1])[0]
         logits = F.linear(hidden[mask], model.token_embd).float()
         targets = tokens[:, 1:][mask]
         nats += float(F.cross_entropy(logits, targets, reduction="sum"))
         n_tokens += len(targets)
         n_bytes += float(sizes[targets].sum())
-        counts += count
     per_token, per_byte = nats / max(n_tokens, 1), nats / max(n_bytes, 1) / math.log(2)
     facts: dict[str, Any] = {"docs": len(docs), "tokens": int(n_tokens), "bytes": int(n_bytes)}
-    facts |= {"perplexity": math.exp(min(per_token, 50)), "bits_per_byte": per_byte}
-    return facts | {"expert_counts": counts.long().tolist() if model.g.n_expert else []}
+    return facts | {"perplexity": math.exp(min(per_token, 50)), "bits_per_byte": per_byte}
 
 
 def train(
