@@ -114,11 +114,11 @@ struct Row {
     static const Act256 none = {};
     for (int64_t b = 0; (W::kHasMin || W::kBias != 0) && b < pad8(nb); ++b) {
       const Act256 &a = b < nb ? static_cast<const Act256 *>(act)[b] : none;
-      for (int i = 0; i < 3; ++i) {
-        std::memcpy(&digits8[i][b], a.digits32[i], 8);
-        digits16[i][b] = load16(a.digits16[i]);
+      for (int i = 0; W::kHasMin && i < 3; ++i) {
+        if constexpr (W::kMinGroups == 8) std::memcpy(&digits8[i][b], a.digits32[i], 8);
+        if constexpr (W::kMinGroups == 16) digits16[i][b] = load16(a.digits16[i]);
       }
-      for (int i = 0; i < 2; ++i) totals[i][b] = a.total[i];
+      for (int i = 0; W::kBias != 0 && i < 2; ++i) totals[i][b] = a.total[i];
     }
   }
 };

@@ -132,9 +132,10 @@ FT_INLINE F8 minimums8(const uint64_t *mins, const Met &met) {
 }
 
 // What forms have unless they say otherwise: rows whose sums are formed together, what is added to products of integers
-// and scales, the power of two that d is multiplied with, and from how many blocks on a row's own are taken together.
+// and scales, the power of two that d is multiplied with, from how many blocks on a row's own are taken together, and how
+// many minimums a block has where it has them.
 struct WideForm {
-  static constexpr int kRows = 1, kBias = 0, kManyBlocks = 8;
+  static constexpr int kRows = 1, kBias = 0, kManyBlocks = 8, kMinGroups = 8;
   static constexpr float kFactor = 1;
 };
 
@@ -217,7 +218,7 @@ FT_INLINE I16 group_numbers(int s, int unit) {
 // Products of integers and scales fit a byte here, so they are looked up: of Q2_K at 4 * group + integer.
 struct WideQ2_K : FormQ2_K, WideForm {
   using Ready = Act256;
-  static constexpr int kRows = 4, kManyBlocks = 9;
+  static constexpr int kRows = 4, kManyBlocks = 9, kMinGroups = 16;
   template <int R, int NT, int kPlanes>
   FT_INLINE static void rows(const Block *const *b, const Act256 *const *a, Column<NT> &c, int row) {
     __m128i both[R];
