@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernel_bits import assert_quantised, assert_same_bits, tensor  # isort: skip
+from kernel_bits import DEVICE, array, assert_quantised, assert_same_bits, tensor  # isort: skip
 
 from dataclasses import dataclass
 
@@ -99,20 +99,20 @@ def test_attention(case: Case) -> None:
             )
     splits = max_splits(max(case.positions) + 1, case.window)
     width = case.n_head * case.dim_v
-    y, out = torch.empty(n, width), empty_activation(case.cls, n, width)
+    y, out = torch.empty(n, width), empty_activation(case.cls, n, width, DEVICE)
     mask = Mask(scale, case.softcap, case.window, None if sinks is None else tensor(sinks))
-    partials = Partials.empty(n, case.n_head, splits, case.dim_v)
+    partials = Partials.empty(n, case.n_head, splits, case.dim_v, DEVICE)
     attend(tensor(q.reshape(n, -1)), pages, mask, partials, y, out, heads=case.heads)
     assert_same_bits(y, expected.reshape(n, -1))
     assert not partials.arrived.any()
-    assert_quantised(out, y.numpy())
+    assert_quantised(out, array(y))
 
 
 def rotated(x: np.ndarray, norm: Norm | None, dim: int, angles: np.ndarray, is_neox: bool) -> np.ndarray:
     """What should become of rows [n, heads * dim]; angles [n, 2, n_rot / 2]."""
     if norm is not None:
         width = len(norm.weight)
-        x = reference.rms_norm(x.reshape(len(x), -1, width), norm.weight.numpy(), norm.eps).reshape(x.shape)
+        x = reference.rms_norm(x.reshape(len(x), -1, width), array(norm.weight), norm.eps).reshape(x.shape)
     heads = x.reshape(len(x), -1, dim)
     return np.stack([reference.rope(h, a[0], a[1], is_neox=is_neox) for h, a in zip(heads, angles, strict=True)])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernel_bits import assert_quantised, assert_same_bits, tensor  # isort: skip
+from kernel_bits import DEVICE, array, assert_quantised, assert_same_bits, tensor  # isort: skip
 
 import importlib
 
@@ -34,7 +34,7 @@ def laid(type_id: int, raw: U8, rows: int, cols: int) -> torch.Tensor:
 
 
 def activation(x: F32, width: int, planes: int = 2) -> Activation:
-    out = empty_activation(width, *x.shape)
+    out = empty_activation(width, *x.shape, DEVICE)
     quantize(tensor(x), out, planes)
     return out
 
@@ -74,8 +74,8 @@ def test_a_layout_moves_every_byte_to_its_destination_and_back(type_id: int) -> 
     out = laid(type_id, raw, rows, cols)
     n_blocks = raw.size // quants.TYPES[type_id].block_bytes
     places = [layout.destination(type_id, n_blocks, i) for i in range(raw.size)]
-    np.testing.assert_array_equal(out.numpy()[places], raw.reshape(-1))
-    np.testing.assert_array_equal(layout.restore(type_id, out, rows, cols).numpy(), raw)
+    np.testing.assert_array_equal(array(out)[places], raw.reshape(-1))
+    np.testing.assert_array_equal(array(layout.restore(type_id, out, rows, cols)), raw)
     assert len(out) % layout.ALIGNMENT == 0 and len(out) < raw.size + 128 * len(layout.fields(type_id))
     assert layout.is_identity(type_id) == (places == list(range(raw.size)))
 
@@ -146,11 +146,11 @@ def test_experts_in_slots(mix: tuple[Type, Type, Type, int, int]) -> None:
             continue
         g, u = (reference_product(types[i], raw[slot][i], x[pair // 2]) for i in (0, 1))
         assert_same_bits(h[pair], activate(g) * u)
-    expert_down(slots, ids, down, source(h.numpy(), down.type), y)
+    expert_down(slots, ids, down, source(array(h), down.type), y)
     for pair, slot in enumerate(ids.reshape(-1).tolist()):
         expected = np.full(5, 7, np.float32)
         if slot >= 0:
-            expected = reference_product(types[2], raw[slot][2], h[pair].numpy())
+            expected = reference_product(types[2], raw[slot][2], array(h[pair]))
         assert_same_bits(y[pair], expected)
 
 

@@ -286,13 +286,14 @@ def _rows(w: Matrix | Bank, x: Source, count: int) -> _Rows:
     return _Rows(x.q, x.dx, x.sums if found is None else found, w.rows * n, n, x.dx.shape[1], tile)
 
 
-def _rows_per_program(type_id: int, tokens: int) -> int:
-    """As many as leave the integers in registers; float weights want four, for their rows are lanes."""
+def _shape(type_id: int, tokens: int) -> tuple[int, int]:
+    """Rows and warps of a program. As many rows as leave the integers in registers; float weights want four, for their
+    rows are lanes."""
     if TYPE_CLASS[type_id] == 0:
-        return 4
+        return 4, 1
     if PARTS[type_id] == (16, 1):
-        return 1
-    return 2 if tokens > 1 or type_id == GgmlType.IQ4_XS else 4
+        return 1, 1
+    return 2 if tokens > 1 or type_id == GgmlType.IQ4_XS else 4, 1
 
 
 def matvec(w: Matrix, x: Source, y: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -303,12 +304,12 @@ def matvec(w: Matrix, x: Source, y: torch.Tensor, bias: torch.Tensor | None = No
         raise ValueError(f"need contiguous fp32 rows [1..{MAX_TOKENS}, {w.rows}] for the result, got {tuple(y.shape)}")
     if w.data.dtype != torch.uint8 or w.data.numel() < slot_bytes(w.type, w.rows, w.cols):
         raise ValueError(f"{quants.type_name(w.type)} [{w.rows}, {w.cols}] in {w.data.numel()} bytes")
-    rows = _rows_per_program(w.type, tokens)
+    rows, warps = _shape(w.type, tokens)
     matvec_kernel[(triton.cdiv(w.rows, rows),)](
         *(w.data, at.q, at.dx, at.extra, y, y if bias is None else bias),
         *(at.n_blocks, w.rows, at.stride, tokens, y.stride(0), bias is not None),
         *(w.type, at.n, triton.next_power_of_2(tokens), rows, at.tile),
-        num_warps=1,
+        num_warps=warps,
         enable_fp_fusion=False,
     )
 
@@ -345,13 +346,13 @@ def expert_glu(
     _check_pairs(slots, ids, h, banks)
     tokens, n_used = ids.shape
     g, u = _rows(gate, x[0], tokens), _rows(up, x[1], tokens)
-    rows = min(_rows_per_program(gate.type, 1), _rows_per_program(up.type, 1))
+    rows, warps = min(_shape(gate.type, 1), _shape(up.type, 1))
     glu_kernel[(triton.cdiv(gate.rows, rows), tokens * n_used)](
         *(slots, ids, h, slots.shape[1], gate.rows, n_used),
         *(gate.offset, g.q, g.dx, g.extra, g.n_blocks, g.stride),
         *(up.offset, u.q, u.dx, u.extra, u.n_blocks, u.stride),
         *(activation, gate.type, g.n, g.tile, up.type, u.n, u.tile, rows),
-        num_warps=1,
+        num_warps=warps,
         enable_fp_fusion=False,
     )
 
@@ -360,11 +361,11 @@ def expert_down(slots: torch.Tensor, ids: torch.Tensor, bank: Bank, h: Source, y
     """y [pairs, rows] = down h for every routed pair whose slot is there; h has one row a pair."""
     _check_pairs(slots, ids, y, (bank,))
     at = _rows(bank, h, ids.numel())
-    rows = _rows_per_program(bank.type, 1)
+    rows, warps = _shape(bank.type, 1)
     down_kernel[(triton.cdiv(bank.rows, rows), ids.numel())](
         *(slots, ids, y, slots.shape[1], bank.rows, bank.offset),
         *(at.q, at.dx, at.extra, at.n_blocks, at.stride),
         *(bank.type, at.n, rows, at.tile),
-        num_warps=1,
+        num_warps=warps,
         enable_fp_fusion=False,
     )
