@@ -17,7 +17,6 @@ from numpy.typing import ArrayLike
 from freetoken import reference
 from freetoken.kernels.activations import Activation
 
-
 DEVICE = os.environ.get("FREETOKEN_TEST_DEVICE") or "cpu"
 torch.set_default_device(None if DEVICE == "cpu" else DEVICE)
 
