@@ -13,11 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from freetoken.kernels.activations import Activation
+from freetoken.kernels.activations import Activation, arguments, put
 from freetoken.kernels.checks import check, next_power_of_2
 from freetoken.kernels.functions import exp
 from freetoken.kernels.pages import PAGE, Pages, page_rows
-from freetoken.kernels.quantised import arguments, put
 from freetoken.kernels.sums import fold8, fold32, softcap
 
 __all__ = ["Mask", "Partials", "attend", "heads_per_program", "max_splits"]

@@ -6,10 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from freetoken.kernels.activations import Activation
+from freetoken.kernels.activations import Activation, arguments, put
 from freetoken.kernels.checks import check
 from freetoken.kernels.functions import activate
-from freetoken.kernels.quantised import arguments, put
 
 __all__ = ["ACTIVATIONS", "glu"]
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from freetoken.kernels.matvec_tiles import byte, half, join_planes, plane, planes_of, words
+from freetoken.kernels.matvec_tiles import half, join_planes, plane, plane_dots, words
+from freetoken.kernels.packed import negated
 
 __all__ = ["terms_iq2_s", "terms_iq2_xs", "terms_iq2_xxs", "terms_iq3_s", "terms_iq3_xxs"]
 
@@ -22,9 +23,15 @@ def runs():
 
 
 @triton.jit
+def sub_blocks():
+    """Numbers [16, 1, 1, 1, 1] of a block's sub-blocks."""
+    return tl.arange(0, 16)[:, None, None, None, None]
+
+
+@triton.jit
 def spread(block):
     """A tile [1, 1, NB, R, T] for each sub-block: [16, 1, NB, R, T]."""
-    return block + 0 * tl.arange(0, 16)[:, None, None, None, None]
+    return block + 0 * sub_blocks()
 
 
 @triton.jit
@@ -43,18 +50,13 @@ def nibble(word, odd):
 
 
 @triton.jit
-def grid_term(word, signs, s, d, live, q, dx, piece, c, NB: tl.constexpr, R: tl.constexpr, T: tl.constexpr):
-    """Magnitudes in the bytes of `word`, signs in four bits, scales s like it, of 4 bits, and the factor d."""
-    at = q + tl.expand_dims(piece * 256, 5) + c
-    packed = tl.zeros([16, 1, NB, R, T, 4], tl.int32)
-    for b in tl.static_range(4):
-        sign = (signs << (31 - b)) >> 31
-        magnitude = byte(word, b)
-        packed += ((magnitude ^ sign) - sign) * tl.load(at + 64 * b)
-    hi, lo = planes_of(packed)
+def grid_term(word, signs, s, d, live, q, dx, piece, c):
+    """Magnitudes in the bytes of `word`, signs in four bits, a scale s of 4 bits for each sub-block, the factor d."""
+    at = words(q) + tl.expand_dims(piece * 128, 5) + c
+    hi, lo = plane_dots(negated(word, signs), at, 5)
     scale = 2 * s + 1
-    hi = tl.sum(tl.sum(scale * hi, axis=5), axis=0, keep_dims=True)
-    lo = tl.sum(tl.sum(scale * lo, axis=5), axis=0, keep_dims=True)
+    hi = tl.sum(scale * hi, axis=0, keep_dims=True)
+    lo = tl.sum(scale * lo, axis=0, keep_dims=True)
     return (d * tl.load(dx + spread(piece), mask=live, other=0.0)) * join_planes(hi, lo)
 
 
@@ -70,8 +72,9 @@ def terms_iq2_xxs(
     tail = tl.load(words(start) + wide * 16 + 2 * (c >> 3) + 1)
     signs = nibble(eight_signs((tail >> (7 * ((c >> 1) & 3))) & 127), c & 1)
     word = tl.load(table + 2 * code + (c & 1))
+    s = (tl.load(words(start) + block * 16 + 2 * (sub_blocks() >> 1) + 1) >> 28) & 15
     d = half(w + p1 + first * 2 + spread(block) * 2, live) * 0.125
-    return grid_term(word, signs, (tail >> 28) & 15, d, live, q, dx, piece, c, NB, R, T)
+    return grid_term(word, signs, s, d, live, q, dx, piece, c)
 
 
 @triton.jit
@@ -85,9 +88,10 @@ def terms_iq2_xs(
     short = tl.load((w + first * 64).to(tl.pointer_type(tl.int16)) + wide * 32 + (c >> 1)).to(tl.int32)
     signs = nibble(eight_signs((short >> 9) & 127), c & 1)
     word = tl.load(table + 2 * (short & 511) + (c & 1))
-    s = nibble(tl.load(w + p1 + first * 8 + wide * 8 + (c >> 3)).to(tl.int32), (c >> 2) & 1)
+    j = sub_blocks()
+    s = nibble(tl.load(w + p1 + first * 8 + block * 8 + (j >> 1)).to(tl.int32), j & 1)
     d = half(w + p2 + first * 2 + spread(block) * 2, live) * 0.125
-    return grid_term(word, signs, s, d, live, q, dx, piece, c, NB, R, T)
+    return grid_term(word, signs, s, d, live, q, dx, piece, c)
 
 
 @triton.jit
@@ -104,9 +108,10 @@ def terms_iq2_s(
     high = tl.load(w + p2 + first * 8 + wide * 8 + (c >> 3)).to(tl.int32) >> (2 * ((c >> 1) & 3))
     word = tl.load(table + 2 * (code | ((high & 3) << 8)) + (c & 1))
     signs = nibble(tl.load(w + p1 + first * 32 + wide * 32 + (c >> 1)).to(tl.int32), c & 1)
-    s = nibble(tl.load(w + p3 + first * 8 + wide * 8 + (c >> 3)).to(tl.int32), (c >> 2) & 1)
+    j = sub_blocks()
+    s = nibble(tl.load(w + p3 + first * 8 + block * 8 + (j >> 1)).to(tl.int32), j & 1)
     d = half(w + p4 + first * 2 + spread(block) * 2, live) * 0.125
-    return grid_term(word, signs, s, d, live, q, dx, piece, c, NB, R, T)
+    return grid_term(word, signs, s, d, live, q, dx, piece, c)
 
 
 @triton.jit
@@ -120,8 +125,9 @@ def terms_iq3_xxs(
     word = tl.load(table + tl.load(w + first * 64 + wide * 64 + c).to(tl.int32))
     tail = tl.load(words(w + p1 + first * 32) + wide * 8 + (c >> 3))
     signs = nibble(eight_signs((tail >> (7 * ((c >> 1) & 3))) & 127), c & 1)
+    s = (tl.load(words(w + p1 + first * 32) + block * 8 + (sub_blocks() >> 1)) >> 28) & 15
     d = half(w + p2 + first * 2 + spread(block) * 2, live) * 0.25
-    return grid_term(word, signs, (tail >> 28) & 15, d, live, q, dx, piece, c, NB, R, T)
+    return grid_term(word, signs, s, d, live, q, dx, piece, c)
 
 
 @triton.jit
@@ -138,6 +144,7 @@ def terms_iq3_s(
     high = tl.load(w + p2 + first * 8 + wide * 8 + (c >> 3)).to(tl.int32) >> (c & 7)
     word = tl.load(table + (code | ((high & 1) << 8)))
     signs = nibble(tl.load(w + p1 + first * 32 + wide * 32 + (c >> 1)).to(tl.int32), c & 1)
-    s = nibble(tl.load(w + p3 + first * 4 + wide * 4 + (c >> 4)).to(tl.int32), (c >> 3) & 1)
+    j = sub_blocks()
+    s = nibble(tl.load(w + p3 + first * 4 + block * 4 + (j >> 2)).to(tl.int32), (j >> 1) & 1)
     d = half(w + p4 + first * 2 + spread(block) * 2, live)
-    return grid_term(word, signs, s, d, live, q, dx, piece, c, NB, R, T)
+    return grid_term(word, signs, s, d, live, q, dx, piece, c)

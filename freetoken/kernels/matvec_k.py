@@ -3,8 +3,7 @@
 A term is there once for each of the parts P0 times P1 of its block. Every function takes the matrix's bytes `w`, the
 number `first` of the program's first block, the matrix's `n_blocks`, the tile's `block` [1, 1, NB, R, 1], `piece`
 [1, 1, NB, 1, T] and `live` [1, 1, NB, 1, 1], and the activation. A part is the 16 bytes that hold 16 consecutive values
-(or 16 of each field), so that one sub-block's sums stay packed in one int32 as long as the low plane's sum fits 16
-bits: 16 values of up to 15, 8 of up to 32.
+(or 16 of each field).
 """
 
 from __future__ import annotations
@@ -12,7 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from freetoken.kernels.matvec_tiles import byte, half, high_half, inside, join_planes, low_half, plane, planes_of, words
+from freetoken.kernels.matvec_tiles import half, high_half, inside, join_planes, low_half, plane, plane_dots, words
+from freetoken.kernels.packed import look_up, minus
+from freetoken.kernels.tables import IQ4
 
 __all__ = ["terms_iq4_xs", "terms_q2_k", "terms_q3_k", "terms_q4_k", "terms_q5_k", "terms_q6_k"]
 
@@ -28,13 +29,6 @@ def part(N: tl.constexpr, AXIS: tl.constexpr):
 def four(x):
     """Places of the four words of a thread's part that starts at x [..]: [.., 4]."""
     return tl.expand_dims(x, 5) + tl.arange(0, 4)[None, None, None, None, None, :]
-
-
-@triton.jit
-def pair_planes(packed, NB: tl.constexpr, R: tl.constexpr, T: tl.constexpr):
-    """Both planes' sums over a part's four words [2, 4, NB, R, T, 4], where only two words may stay packed."""
-    hi, lo = planes_of(tl.sum(tl.reshape(packed, [2, 4, NB, R, T, 2, 2]), axis=6))
-    return tl.sum(hi, axis=5), tl.sum(lo, axis=5)
 
 
 @triton.jit
@@ -81,16 +75,9 @@ def terms_q4_k(w, first, n_blocks, block, piece, live, q, dx, sums, NB: tl.const
     g = part(4, 1)
     head = words(w + first * 144) + block * 36
     word = tl.load(four(head + 4 + 8 * g + 4 * t))
-    at = four(q + piece * 256 + 16 * g + 4 * t)
-    low = tl.zeros([2, 4, NB, R, T, 4], tl.int32)
-    high = low
-    n0 = word & 0x0F0F0F0F
-    n1 = (word >> 4) & 0x0F0F0F0F
-    for b in tl.static_range(4):
-        low += byte(n0, b) * tl.load(at + 64 * b)
-        high += byte(n1, b) * tl.load(at + 64 * b + 8)
-    low_hi, low_lo = planes_of(tl.sum(low, axis=5))
-    high_hi, high_lo = planes_of(tl.sum(high, axis=5))
+    at = four(words(q) + piece * 128 + 16 * g + 4 * t)
+    low_hi, low_lo = plane_dots(word & 0x0F0F0F0F, at, 5)
+    high_hi, high_lo = plane_dots((word >> 4) & 0x0F0F0F0F, at + 8, 5)
     hi, lo, m = sums_k4(head, low_hi, low_lo, high_hi, high_lo, sums, piece)
     return term_with_minimum(head + 0 * (t + g), live, dx, piece + 0 * (t + g), hi, lo, m)
 
@@ -102,16 +89,9 @@ def terms_q5_k(w, first, n_blocks, block, piece, live, q, dx, sums, NB: tl.const
     head = words(w + first * 176) + block * 44
     word = tl.load(four(head + 12 + 8 * g + 4 * t))
     fifth = tl.load(four(head + 4 + 4 * t + 0 * g)) >> tl.expand_dims(2 * g, 5)
-    at = four(q + piece * 256 + 16 * g + 4 * t)
-    low = tl.zeros([2, 4, NB, R, T, 4], tl.int32)
-    high = low
-    n0 = (word & 0x0F0F0F0F) | ((fifth << 4) & 0x10101010)
-    n1 = ((word >> 4) & 0x0F0F0F0F) | ((fifth << 3) & 0x10101010)
-    for b in tl.static_range(4):
-        low += byte(n0, b) * tl.load(at + 64 * b)
-        high += byte(n1, b) * tl.load(at + 64 * b + 8)
-    low_hi, low_lo = pair_planes(low, NB, R, T)
-    high_hi, high_lo = pair_planes(high, NB, R, T)
+    at = four(words(q) + piece * 128 + 16 * g + 4 * t)
+    low_hi, low_lo = plane_dots((word & 0x0F0F0F0F) | ((fifth << 4) & 0x10101010), at, 5)
+    high_hi, high_lo = plane_dots(((word >> 4) & 0x0F0F0F0F) | ((fifth << 3) & 0x10101010), at + 8, 5)
     hi, lo, m = sums_k4(head, low_hi, low_lo, high_hi, high_lo, sums, piece)
     return term_with_minimum(head + 0 * (t + g), live, dx, piece + 0 * (t + g), hi, lo, m)
 
@@ -126,16 +106,11 @@ def terms_q6_k(w, first, n_blocks, block, piece, live, q, dx, sums, NB: tl.const
     word = tl.load(four(words(w + first * 128) + block * 32 + 8 * g + 4 * t))
     pairs = tl.load(four(words(w + p1 + first * 64) + block * 16 + 8 * (g >> 1) + 4 * t))
     pairs = pairs >> tl.expand_dims(2 * (g & 1), 5)
-    at = four(q + piece * 256 + 32 * (g >> 1) + 8 * (g & 1) + 4 * t)
-    low = tl.zeros([2, 4, NB, R, T, 4], tl.int32)
-    high = low
-    n0 = (word & 0x0F0F0F0F) | ((pairs << 4) & 0x30303030)
-    n1 = ((word >> 4) & 0x0F0F0F0F) | (pairs & 0x30303030)
-    for b in tl.static_range(4):
-        low += (byte(n0, b) - 32) * tl.load(at + 64 * b)
-        high += (byte(n1, b) - 32) * tl.load(at + 64 * b + 16)
-    low_hi, low_lo = pair_planes(low, NB, R, T)
-    high_hi, high_lo = pair_planes(high, NB, R, T)
+    at = four(words(q) + piece * 128 + 32 * (g >> 1) + 8 * (g & 1) + 4 * t)
+    low = (word & 0x0F0F0F0F) | ((pairs << 4) & 0x30303030)
+    high = ((word >> 4) & 0x0F0F0F0F) | (pairs & 0x30303030)
+    low_hi, low_lo = plane_dots(minus(low, 32), at, 5)
+    high_hi, high_lo = plane_dots(minus(high, 32), at + 16, 5)
     scales = (w + p2 + first * 16).to(tl.pointer_type(tl.int8)) + block * 16
     scales += inside(8 * (g >> 1) + 2 * (g & 1) + t, 16)
     sc0 = tl.load(scales).to(tl.int32)
@@ -154,18 +129,14 @@ def terms_q2_k(w, first, n_blocks, block, piece, live, q, dx, sums, NB: tl.const
     t = part(2, 0)
     h = part(2, 1)
     word = tl.load(four(words(w + first * 64) + block * 16 + 8 * h + 4 * t))
-    at = four(q + piece * 256 + 32 * h + 4 * t)
+    at = four(words(q) + piece * 128 + 32 * h + 4 * t)
     scales = w + p1 + first * 16 + block * 16 + inside(8 * h + t, 16)
     sixteen = sums + piece * 16 + inside(8 * h + t, 16)
     hi = tl.zeros([2, 2, NB, R, T], tl.int32)
     lo = hi
     m = hi
     for s in tl.static_range(4):
-        packed = tl.zeros([2, 2, NB, R, T, 4], tl.int32)
-        n = (word >> (2 * s)) & 0x03030303
-        for b in tl.static_range(4):
-            packed += byte(n, b) * tl.load(at + 64 * b + 8 * s)
-        part_hi, part_lo = planes_of(tl.sum(packed, axis=5))
+        part_hi, part_lo = plane_dots((word >> (2 * s)) & 0x03030303, at + 8 * s, 5)
         scale = tl.load(scales + 2 * s).to(tl.int32)
         hi += (scale & 15) * part_hi
         lo += (scale & 15) * part_lo
@@ -184,16 +155,13 @@ def terms_q3_k(w, first, n_blocks, block, piece, live, q, dx, sums, NB: tl.const
     h = part(2, 1)
     word = tl.load(four(words(w + first * 64) + block * 16 + 8 * h + 4 * t))
     third = tl.load(four(words(w + p1 + first * 32) + block * 8 + 4 * t + 0 * h)) >> tl.expand_dims(4 * h, 5)
-    at = four(q + piece * 256 + 32 * h + 4 * t)
+    at = four(words(q) + piece * 128 + 32 * h + 4 * t)
     scales = w + p2 + first * 12 + block * 12 + inside(t + 0 * h, 16)
     hi = tl.zeros([2, 2, NB, R, T], tl.int32)
     lo = hi
     for s in tl.static_range(4):
-        packed = tl.zeros([2, 2, NB, R, T, 4], tl.int32)
         n = ((word >> (2 * s)) & 0x03030303) | (((third >> s) << 2) & 0x04040404)
-        for b in tl.static_range(4):
-            packed += (byte(n, b) - 4) * tl.load(at + 64 * b + 8 * s)
-        part_hi, part_lo = planes_of(tl.sum(packed, axis=5))
+        part_hi, part_lo = plane_dots(minus(n, 4), at + 8 * s, 5)
         low = tl.load(scales + 2 * s).to(tl.int32) >> (4 * h)
         high = tl.load(scales + 8 + 2 * (s % 2)).to(tl.int32) >> (2 * (2 * h + s // 2))
         scale = ((low & 15) | ((high & 3) << 4)) - 32
@@ -206,24 +174,19 @@ def terms_q3_k(w, first, n_blocks, block, piece, live, q, dx, sums, NB: tl.const
 
 @triton.jit
 def terms_iq4_xs(
-    w, first, n_blocks, block, piece, live, q, dx, table, NB: tl.constexpr, R: tl.constexpr, T: tl.constexpr
+    w, first, n_blocks, block, piece, live, q, dx, sums, NB: tl.constexpr, R: tl.constexpr, T: tl.constexpr
 ):
-    """The planes are summed apart: a product of 127 and 127 leaves no room to pack more than two. A part is a j."""
+    """A part is a sub-block j."""
     p1 = plane(0, n_blocks, 128)
     j = part(8, 0)
     word = tl.load(four(words(w + first * 128) + block * 32 + 4 * j))
-    at = four(q + piece * 256 + 8 * j)
-    hi = tl.zeros([8, 1, NB, R, T, 4], tl.int32)
-    lo = hi
-    for b in tl.static_range(4):
-        for side in tl.static_range(2):
-            n = tl.load(table + ((word >> (8 * b + 4 * side)) & 15))
-            a_hi, a_lo = planes_of(tl.load(at + 64 * b + 4 * side))
-            hi += n * a_hi
-            lo += n * a_lo
+    at = four(words(q) + piece * 128 + 8 * j)
+    low, high = look_up(word, IQ4[0], IQ4[1], IQ4[2], IQ4[3])
+    low_hi, low_lo = plane_dots(low, at, 5)
+    high_hi, high_lo = plane_dots(high, at + 4, 5)
     head = words(w + p1 + first * 8) + block * 2
     top = tl.load(head + 0 * j, mask=live, other=0)
     scale = ((tl.load(head + 1 + 0 * j) >> (4 * j)) & 15) | (((top >> (16 + 2 * j)) & 3) << 4)
-    hi = all_parts((scale - 32) * tl.sum(hi, axis=5))
-    lo = all_parts((scale - 32) * tl.sum(lo, axis=5))
+    hi = all_parts((scale - 32) * (low_hi + high_hi))
+    lo = all_parts((scale - 32) * (low_lo + high_lo))
     return (low_half(top) * tl.load(dx + piece + 0 * j, mask=live, other=0.0)) * join_planes(hi, lo)

@@ -1,4 +1,4 @@
-"""What all products of quantised rows share: where a tile's blocks lie, and the sums of packed integers.
+"""What all products of quantised rows share: where a tile's blocks lie, and sums of both planes.
 
 A program has R rows and T tokens and takes NB blocks of each row at once. Tiles have the axes [T, R, NB, ...]; weights
 have 1 in place of T and activations 1 in place of R. Rows, blocks and tokens past the end repeat the last one: the
@@ -10,8 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from freetoken.kernels.packed import dot4
+
 __all__ = [
-    "byte",
     "first_part",
     "half",
     "high_half",
@@ -19,8 +20,7 @@ __all__ = [
     "join_planes",
     "low_half",
     "plane",
-    "planes_of",
-    "signed_byte",
+    "plane_dots",
     "words",
 ]
 
@@ -60,17 +60,6 @@ def half(pointer, mask):
 
 
 @triton.jit
-def byte(word, B: tl.constexpr):
-    """Byte B of words, as int32."""
-    return ((word.to(tl.uint32, bitcast=True) >> (8 * B)) & 255).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def signed_byte(word, B: tl.constexpr):
-    return (word << (24 - 8 * B)) >> 24
-
-
-@triton.jit
 def low_half(word):
     """The fp16 in the low half of a word, widened."""
     return (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -82,10 +71,12 @@ def high_half(word):
 
 
 @triton.jit
-def planes_of(packed):
-    """Sums of both planes from a sum of 65536*hi + lo, where that of lo fits 16 bits."""
-    lo = (packed << 16) >> 16
-    return (packed - lo) >> 16, lo
+def plane_dots(n, at, AXIS: tl.constexpr):
+    """Sums of both planes' products with the signed bytes of words n, over their last axis, number AXIS; `at`: places
+    of the high plane's words."""
+    hi = dot4(n, tl.load(at))
+    lo = dot4(n, tl.load(at + 64))
+    return tl.sum(hi, axis=AXIS), tl.sum(lo, axis=AXIS)
 
 
 @triton.jit

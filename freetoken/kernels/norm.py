@@ -12,9 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from freetoken.kernels.activations import Activation
+from freetoken.kernels.activations import Activation, arguments, put
 from freetoken.kernels.checks import check, next_power_of_2
-from freetoken.kernels.quantised import arguments, put
 from freetoken.kernels.sums import sigmoid, sum_squares
 
 __all__ = ["Norm", "Rows", "Shared", "combine_rows"]
