@@ -169,7 +169,10 @@ def test_what_does_not_fit_is_refused() -> None:
             matvec(matrix, given, out)
 
 
-POINTERS = {"*u8": ("w", "slots"), "*fp32": ("dx", "y", "bias", "h", "x"), "*i32": ("q", "extra", "ids", "sums")}
+POINTERS = {
+    **{"*u8": ("w", "slots"), "*fp32": ("dx", "y", "bias", "h", "x"), "*i8": ("q",)},
+    "*i32": ("extra", "ids", "sums"),
+}
 SIZES = ("n_blocks", "rows", "stride", "tokens", "y_stride", "slot_bytes", "down", "cols", "x_stride", "pieces")
 
 
@@ -191,15 +194,15 @@ def compile_ptx(name: str, constants: dict[str, object], archs: tuple[int, ...],
 
 def dense(type_id: int, tokens: int) -> dict[str, object]:
     width = TYPE_CLASS[type_id]
-    tile = {0: 32, 32: 16 if type_id == Type.Q8_0 else 32, 256: 8}[width]
-    shape = {"TYPE": int(type_id), "N": 2048 // (width or 1), "T": tokens, "R": 4 if tokens == 1 else 2, "NB": tile}
+    shape = {"TYPE": int(type_id), "N": 2048 // (width or 1), "T": tokens, "R": 4 if tokens == 1 else 2}
+    shape["C"] = 4 if width == 32 else 1
     return {"HAS_BIAS": False, **shape}
 
 
 def test_kernels_compile_without_a_gpu() -> None:
     for type_id in (Type.Q4_K, Type.Q8_0):
         compile_ptx("matvec_kernel", dense(type_id, 1), QUICK)
-    compile_ptx("quantize_kernel", {"WIDTH": 256, "PLANES": 2}, QUICK, "activations")
+    compile_ptx("quantize_kernel", {"N": 2048, "WIDTH": 256, "PLANES": 2}, QUICK, "activations")
 
 
 @pytest.mark.slow
@@ -208,9 +211,9 @@ def test_every_kernel_compiles_for_every_architecture(type_id: int) -> None:
     for tokens in (1, 8):
         compile_ptx("matvec_kernel", dense(type_id, tokens), ARCHITECTURES)
     one = dense(type_id, 1)
-    shape = {"R": one["R"], "N": one["N"], "NB": one["NB"], "TYPE": int(type_id)}
+    shape = {"R": one["R"], "N": one["N"], "C": one["C"], "TYPE": int(type_id)}
     compile_ptx("down_kernel", shape, ARCHITECTURES)
-    banks = {f"{bank}_{name}": one[name] for bank in ("GATE", "UP") for name in ("N", "NB")}
+    banks = {f"{bank}_{name}": one[name] for bank in ("GATE", "UP") for name in ("N", "C")}
     compile_ptx(
         "glu_kernel", {"ACTIVATION": 0, "GATE": int(type_id), "UP": int(type_id), "R": 4, **banks}, ARCHITECTURES
     )

@@ -30,15 +30,15 @@ def _prmt(a, b, c, _semantic=None):
 
 
 @triton.jit
-def dot4(a, b):
-    """The sum of products of the four signed bytes of a and b."""
+def dot4(a, b, c):
+    """c plus the sum of products of the four signed bytes of a and b."""
     if IS_INTERPRETED:
-        total = (a >> 24) * (b >> 24)
+        total = c + (a >> 24) * (b >> 24)
         for i in tl.static_range(3):
             total += ((a << (24 - 8 * i)) >> 24) * ((b << (24 - 8 * i)) >> 24)
         return total
     else:
-        return _dp4a(a, b, 0)
+        return _dp4a(a, b, c)
 
 
 @triton.jit
