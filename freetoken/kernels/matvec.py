@@ -156,7 +156,10 @@ def block_products(TYPE: tl.constexpr, w, n_blocks, row0, rows, q, dx, extra, st
         number = k0 + L * round + tl.arange(0, L)[None, :, None, None, None]
         at = inside(number, N)
         live = number < N if N % (L * C) else tl.full([1, L, 1, 1, C], True, tl.int1)
-        term = terms(TYPE, w, first, n_blocks, row * N + at, token * stride + at, live, q, dx, extra)
+        piece = token * stride + at
+        if P * L < 32:  # rows are in lanes: their integers of the activation too, so that nothing changes lanes
+            piece += 0 * row
+        term = terms(TYPE, w, first, n_blocks, row * N + at, piece, live, q, dx, extra)
         for c in tl.static_range(C):
             lanes += tl.sum(tl.where(round == c, term, 0.0), axis=4)
     return tree8(lanes, P, L, R, T)

@@ -1,7 +1,8 @@
 """Terms of the IQ2 and IQ3 types (docs/numerics.md, section 3) for a tile of blocks: fp32 [4, L, R, T, C].
 
 Arguments as in matvec_k; `table` holds the type's code words, four magnitudes a word (tables.py). A part takes two
-groups of 32 values; of a group, the last axis has eight runs of four values, or four where each half has a scale.
+groups of 32 values, each in halves: the last axis has a half's four runs of four values (a longer one would not stay
+within a thread).
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ __all__ = ["terms_iq2_s", "terms_iq2_xs", "terms_iq2_xxs", "terms_iq3_s", "terms
 
 
 @triton.jit
-def runs(N: tl.constexpr):
-    """Numbers of runs along the last axis."""
-    return tl.arange(0, N)[None, None, None, None, None, :]
+def runs():
+    """Numbers of a half's runs along the last axis."""
+    return tl.arange(0, 4)[None, None, None, None, None, :]
 
 
 @triton.jit
@@ -54,18 +55,19 @@ def term(d, live, dx, piece, hi, lo):
 @triton.jit
 def terms_iq2_xxs(w, first, n_blocks, block, piece, live, q, dx, table):
     p1 = plane(0, n_blocks, 64)
-    r = runs(8)
+    r = runs()
     hi, lo = 0, 0
     for i in tl.static_range(2):
         group = 2 * part(4) + i
         start = words(w + first * 64) + block * 16 + 2 * group
         codes = tl.load(start)
         tail = tl.load(start + 1)
-        word = tl.load(table + 2 * ((wide(codes) >> (8 * (r >> 1))) & 255) + (r & 1))
-        signs = eight_signs((wide(tail) >> (7 * (r >> 1))) & 127) >> (4 * (r & 1))
-        part_hi, part_lo = run_sums(word, signs, q, piece, 8 * group, r, (tail >> 28) & 15)
-        hi += part_hi
-        lo += part_lo
+        for h in tl.static_range(2):
+            word = tl.load(table + 2 * ((wide(codes) >> (16 * h + 8 * (r >> 1))) & 255) + (r & 1))
+            signs = eight_signs((wide(tail) >> (14 * h + 7 * (r >> 1))) & 127) >> (4 * (r & 1))
+            part_hi, part_lo = run_sums(word, signs, q, piece, 8 * group + 4 * h, r, (tail >> 28) & 15)
+            hi += part_hi
+            lo += part_lo
     d = half(w + p1 + first * 2 + (block + 0 * part(4)) * 2, live) * 0.125
     return term(d, live, dx, piece, hi, lo)
 
@@ -74,7 +76,7 @@ def terms_iq2_xxs(w, first, n_blocks, block, piece, live, q, dx, table):
 def terms_iq2_xs(w, first, n_blocks, block, piece, live, q, dx, table):
     p1 = plane(0, n_blocks, 64)
     p2 = plane(p1, n_blocks, 8)
-    r = runs(4)
+    r = runs()
     hi, lo = 0, 0
     for i in tl.static_range(2):
         group = 2 * part(4) + i
@@ -96,7 +98,7 @@ def terms_iq2_s(w, first, n_blocks, block, piece, live, q, dx, table):
     p2 = plane(p1, n_blocks, 32)
     p3 = plane(p2, n_blocks, 8)
     p4 = plane(p3, n_blocks, 8)
-    r = runs(4)
+    r = runs()
     hi, lo = 0, 0
     for i in tl.static_range(2):
         group = 2 * part(4) + i
@@ -120,18 +122,18 @@ def terms_iq2_s(w, first, n_blocks, block, piece, live, q, dx, table):
 def terms_iq3_xxs(w, first, n_blocks, block, piece, live, q, dx, table):
     p1 = plane(0, n_blocks, 64)
     p2 = plane(p1, n_blocks, 32)
-    r = runs(8)
+    r = runs()
     hi, lo = 0, 0
     for i in tl.static_range(2):
         group = 2 * part(4) + i
         start = words(w + first * 64) + block * 16 + 2 * group
-        codes = tl.where(r < 4, wide(tl.load(start)), wide(tl.load(start + 1)))
         tail = tl.load(words(w + p1 + first * 32) + block * 8 + group)
-        word = tl.load(table + ((codes >> (8 * (r & 3))) & 255))
-        signs = eight_signs((wide(tail) >> (7 * (r >> 1))) & 127) >> (4 * (r & 1))
-        part_hi, part_lo = run_sums(word, signs, q, piece, 8 * group, r, (tail >> 28) & 15)
-        hi += part_hi
-        lo += part_lo
+        for h in tl.static_range(2):
+            word = tl.load(table + ((wide(tl.load(start + h)) >> (8 * r)) & 255))
+            signs = eight_signs((wide(tail) >> (14 * h + 7 * (r >> 1))) & 127) >> (4 * (r & 1))
+            part_hi, part_lo = run_sums(word, signs, q, piece, 8 * group + 4 * h, r, (tail >> 28) & 15)
+            hi += part_hi
+            lo += part_lo
     d = half(w + p2 + first * 2 + (block + 0 * part(4)) * 2, live) * 0.25
     return term(d, live, dx, piece, hi, lo)
 
@@ -142,18 +144,19 @@ def terms_iq3_s(w, first, n_blocks, block, piece, live, q, dx, table):
     p2 = plane(p1, n_blocks, 32)
     p3 = plane(p2, n_blocks, 8)
     p4 = plane(p3, n_blocks, 4)
-    r = runs(8)
+    r = runs()
     s = tl.load(w + p3 + first * 4 + block * 4 + part(4)).to(tl.int32)
     hi, lo = 0, 0
     for i in tl.static_range(2):
         group = 2 * part(4) + i
         start = words(w + first * 64) + block * 16 + 2 * group
-        codes = tl.where(r < 4, wide(tl.load(start)), wide(tl.load(start + 1)))
         high = wide(tl.load(w + p2 + first * 8 + block * 8 + group).to(tl.int32)) >> r
-        signs = wide(tl.load(words(w + p1 + first * 32) + block * 8 + group))
-        word = tl.load(table + (((codes >> (8 * (r & 3))) & 255) | ((high & 1) << 8)))
-        part_hi, part_lo = run_sums(word, signs >> (4 * r), q, piece, 8 * group, r, (s >> (4 * i)) & 15)
-        hi += part_hi
-        lo += part_lo
+        signs = wide(tl.load(words(w + p1 + first * 32) + block * 8 + group)) >> (4 * r)
+        for h in tl.static_range(2):
+            code = (wide(tl.load(start + h)) >> (8 * r)) & 255
+            word = tl.load(table + (code | (((high >> (4 * h)) & 1) << 8)))
+            part_hi, part_lo = run_sums(word, signs >> (16 * h), q, piece, 8 * group + 4 * h, r, (s >> (4 * i)) & 15)
+            hi += part_hi
+            lo += part_lo
     d = half(w + p4 + first * 2 + (block + 0 * part(4)) * 2, live)
     return term(d, live, dx, piece, hi, lo)
