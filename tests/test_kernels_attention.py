@@ -58,13 +58,14 @@ class Case:
     has_sinks: bool = False
     dtype: torch.dtype = torch.float16
     cls: int = 32
+    n_programs: int = 64
 
 
 CASES = {
     "three pages and a partial one": Case([515, 3], heads=2),
     "fp32, a head at a time": Case([20], dtype=torch.float32),
     "window within a page": Case([290, 5], window=20),
-    "window over pages": Case([700], window=300, heads=2),
+    "window over pages": Case([700], window=300, heads=2, n_programs=2),
     "softcap and sinks": Case([270], softcap=20.0, has_sinks=True),
     "odd widths": Case([259], n_head=3, n_kv=1, dim=80, dim_v=96),
     "class 256": Case([40, 270], n_head=4, n_kv=2, dim=32, heads=2, cls=256),
@@ -102,7 +103,7 @@ def test_attention(case: Case) -> None:
     y, out = torch.empty(n, width), empty_activation(case.cls, n, width, DEVICE)
     mask = Mask(scale, case.softcap, case.window, None if sinks is None else tensor(sinks))
     partials = Partials.empty(n, case.n_head, splits, case.dim_v, DEVICE)
-    attend(tensor(q.reshape(n, -1)), pages, mask, partials, y, out, heads=case.heads)
+    attend(tensor(q.reshape(n, -1)), pages, mask, partials, y, out, heads=case.heads, n_programs=case.n_programs)
     assert_same_bits(y, expected.reshape(n, -1))
     assert not partials.arrived.any()
     assert_quantised(out, array(y))

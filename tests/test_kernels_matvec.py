@@ -184,7 +184,7 @@ def compile_ptx(name: str, constants: dict[str, object], archs: tuple[int, ...],
         last = argument.removeprefix("gate_").removeprefix("up_")
         kinds = [kind for kind, names in POINTERS.items() if last in names]
         signature[argument] = kinds[0] if kinds else "i32"
-    signature = {k: v for k, v in signature.items() if k not in constants}
+    signature = {k: v for k, v in signature.items() if k not in constants and k != "IS_CHAINED"}
     whole = tuple(k for k, v in signature.items() if v[0] == "*" or k in ("slot_bytes", "gate", "up", "down", "rows"))
     place = f"freetoken.kernels.{module}"
     ptx = compile_kernel(place, name, signature, constants, divisible=whole, warps=1, archs=archs)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels.functions import rint
+from freetoken.kernels.launch import options, wait
 
 __all__ = ["PIECE", "Activation", "arguments", "empty_activation", "put", "quantize"]
 
@@ -101,8 +102,10 @@ def put(x, q, dx, sums, row, first, N: tl.constexpr, PLANES: tl.constexpr):
 
 
 @triton.jit
-def quantize_kernel(x, q, dx, sums, x_stride, N: tl.constexpr, WIDTH: tl.constexpr, PLANES: tl.constexpr):
+def quantize_kernel(x, q, dx, sums, x_stride, N: tl.constexpr, WIDTH: tl.constexpr, PLANES: tl.constexpr,
+                    IS_CHAINED: tl.constexpr):  # fmt: skip
     """One piece of one row."""
+    wait(IS_CHAINED)
     piece = tl.program_id(0)
     row = tl.program_id(1)
     at = piece * 256 + tl.arange(0, 256)
@@ -117,5 +120,5 @@ def quantize(x: torch.Tensor, out: Activation, planes: int = 2) -> None:
         raise ValueError(f"need contiguous fp32 rows and 1 or 2 planes, got {x.dtype}, {x.stride()}, {planes}")
     given, width = arguments(out, n, cols)
     quantize_kernel[(out.pieces, n)](
-        x, *given, x.stride(0), N=cols, WIDTH=width, PLANES=planes, num_warps=1, enable_fp_fusion=False
+        x, *given, x.stride(0), N=cols, WIDTH=width, PLANES=planes, num_warps=1, **options(x)
     )

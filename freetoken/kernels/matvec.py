@@ -17,6 +17,7 @@ from freetoken import quants
 from freetoken.kernels import matvec_32, matvec_iq, matvec_k
 from freetoken.kernels.activations import MAX_TOKENS, Activation
 from freetoken.kernels.functions import activate, tree8
+from freetoken.kernels.launch import options, wait
 from freetoken.kernels.layout import ALIGNMENT, slot_bytes
 from freetoken.kernels.matvec_float import float_products
 from freetoken.kernels.matvec_tiles import inside
@@ -83,67 +84,67 @@ def lanes_of(n):
 
 
 @triton.jit
-def terms(TYPE: tl.constexpr, w, first, n_blocks, block, piece, live, q, dx, extra):
+def terms(TYPE: tl.constexpr, w, first, n_blocks, block, piece, live, q, dx, extra, WAITS: tl.constexpr):
     """Terms of a tile; `extra` is the activation's sums, or the type's table."""
     if TYPE == Q4_0:
-        return matvec_32.terms_q4_0(w, first, n_blocks, block, piece, live, q, dx, extra)
+        return matvec_32.terms_q4_0(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == Q4_1:
-        return matvec_32.terms_q4_1(w, first, n_blocks, block, piece, live, q, dx, extra)
+        return matvec_32.terms_q4_1(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == Q5_0:
-        return matvec_32.terms_q5_0(w, first, n_blocks, block, piece, live, q, dx, extra)
+        return matvec_32.terms_q5_0(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == Q5_1:
-        return matvec_32.terms_q5_1(w, first, n_blocks, block, piece, live, q, dx, extra)
+        return matvec_32.terms_q5_1(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == Q8_0:
-        return matvec_32.terms_q8_0(w, first, n_blocks, block, piece, live, q, dx, extra)
+        return matvec_32.terms_q8_0(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == IQ4_NL:
-        return matvec_32.terms_iq4_nl(w, first, n_blocks, block, piece, live, q, dx, extra)
+        return matvec_32.terms_iq4_nl(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == MXFP4:
-        return matvec_32.terms_mxfp4(w, first, n_blocks, block, piece, live, q, dx, extra)
+        return matvec_32.terms_mxfp4(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == Q2_K:
-        return matvec_k.terms_q2_k(w, first, n_blocks, block, piece, live, q, dx, extra)
+        return matvec_k.terms_q2_k(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == Q3_K:
-        return matvec_k.terms_q3_k(w, first, n_blocks, block, piece, live, q, dx, extra)
+        return matvec_k.terms_q3_k(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == Q4_K:
-        return matvec_k.terms_q4_k(w, first, n_blocks, block, piece, live, q, dx, extra)
+        return matvec_k.terms_q4_k(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == Q5_K:
-        return matvec_k.terms_q5_k(w, first, n_blocks, block, piece, live, q, dx, extra)
+        return matvec_k.terms_q5_k(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == Q6_K:
-        return matvec_k.terms_q6_k(w, first, n_blocks, block, piece, live, q, dx, extra)
+        return matvec_k.terms_q6_k(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == IQ4_XS:
-        return matvec_k.terms_iq4_xs(w, first, n_blocks, block, piece, live, q, dx, extra)
+        return matvec_k.terms_iq4_xs(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == IQ2_XXS:
-        return matvec_iq.terms_iq2_xxs(w, first, n_blocks, block, piece, live, q, dx, extra)
+        return matvec_iq.terms_iq2_xxs(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == IQ2_XS:
-        return matvec_iq.terms_iq2_xs(w, first, n_blocks, block, piece, live, q, dx, extra)
+        return matvec_iq.terms_iq2_xs(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == IQ2_S:
-        return matvec_iq.terms_iq2_s(w, first, n_blocks, block, piece, live, q, dx, extra)
+        return matvec_iq.terms_iq2_s(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == IQ3_XXS:
-        return matvec_iq.terms_iq3_xxs(w, first, n_blocks, block, piece, live, q, dx, extra)
+        return matvec_iq.terms_iq3_xxs(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     else:
         tl.static_assert(TYPE == IQ3_S)
-        return matvec_iq.terms_iq3_s(w, first, n_blocks, block, piece, live, q, dx, extra)
+        return matvec_iq.terms_iq3_s(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
 
 
 @triton.jit
 def row_products(TYPE: tl.constexpr, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N: tl.constexpr,
-                 T: tl.constexpr, R: tl.constexpr, C: tl.constexpr):  # fmt: skip
+                 T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WAITS: tl.constexpr):  # fmt: skip
     """Products [P, R, T], equal along P, of rows from row0 on with rows of the activation from token0 on.
 
     A row has N blocks (float weights: values), a row of the activation `stride`; fp32 rows come as `q`. C blocks of
-    each lane are taken at a time.
+    each lane are taken at a time. WAITS: the activation may be read once `launch.wait` has returned.
     """
     if TYPE == F32:
-        total = float_products(w, row0, rows, q, stride, token0, tokens, N, 4, False, T, R)[None, :, :]
+        total = float_products(w, row0, rows, q, stride, token0, tokens, N, 4, False, T, R, WAITS)[None, :, :]
     elif TYPE == F16 or TYPE == BF16:  # noqa: SIM109
-        total = float_products(w, row0, rows, q, stride, token0, tokens, N, 2, TYPE == F16, T, R)[None, :, :]
+        total = float_products(w, row0, rows, q, stride, token0, tokens, N, 2, TYPE == F16, T, R, WAITS)[None, :, :]
     else:
-        total = block_products(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N, C, R, T)
+        total = block_products(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N, C, R, T, WAITS)
     return total
 
 
 @triton.jit
 def block_products(TYPE: tl.constexpr, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N: tl.constexpr,
-                   C: tl.constexpr, R: tl.constexpr, T: tl.constexpr):  # fmt: skip
+                   C: tl.constexpr, R: tl.constexpr, T: tl.constexpr, WAITS: tl.constexpr):  # fmt: skip
     """`row_products` of quantised types: C times L blocks of each row at a time, and their terms added in order."""
     P: tl.constexpr = parts_of(TYPE)
     L: tl.constexpr = lanes_of(N)
@@ -159,7 +160,7 @@ def block_products(TYPE: tl.constexpr, w, n_blocks, row0, rows, q, dx, extra, st
         piece = token * stride + at
         if P * L < 32:  # rows are in lanes: their integers of the activation too, so that nothing changes lanes
             piece += 0 * row
-        term = terms(TYPE, w, first, n_blocks, row * N + at, piece, live, q, dx, extra)
+        term = terms(TYPE, w, first, n_blocks, row * N + at, piece, live, q, dx, extra, WAITS)
         for c in tl.static_range(C):
             lanes += tl.sum(tl.where(round == c, term, 0.0), axis=4)
     return tree8(lanes, P, L, R, T)
@@ -168,10 +169,10 @@ def block_products(TYPE: tl.constexpr, w, n_blocks, row0, rows, q, dx, extra, st
 @triton.jit
 def matvec_kernel(w, q, dx, extra, y, bias, n_blocks, rows, stride, tokens, y_stride, HAS_BIAS: tl.constexpr,
                   TYPE: tl.constexpr, N: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
-                  C: tl.constexpr):  # fmt: skip
+                  C: tl.constexpr, IS_CHAINED: tl.constexpr):  # fmt: skip
     """R rows of a dense matrix for all tokens."""
     row0 = tl.program_id(0) * R
-    total = row_products(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, 0, tokens, N, T, R, C)
+    total = row_products(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, 0, tokens, N, T, R, C, IS_CHAINED)
     row = row0 + tl.arange(0, R)[None, :, None]
     token = tl.arange(0, T)[None, None, :]
     if HAS_BIAS:
@@ -198,18 +199,20 @@ def glu_kernel(slots, ids, h, slot_bytes, rows, n_used,
                gate, gate_q, gate_dx, gate_extra, gate_blocks, gate_stride,
                up, up_q, up_dx, up_extra, up_blocks, up_stride, ACTIVATION: tl.constexpr,
                GATE: tl.constexpr, GATE_N: tl.constexpr, GATE_C: tl.constexpr,
-               UP: tl.constexpr, UP_N: tl.constexpr, UP_C: tl.constexpr, R: tl.constexpr):  # fmt: skip
+               UP: tl.constexpr, UP_N: tl.constexpr, UP_C: tl.constexpr, R: tl.constexpr,
+               IS_CHAINED: tl.constexpr):  # fmt: skip
     """R values of one routed pair's hidden row; `gate` and `up` are offsets in its slot."""
     row0 = tl.program_id(0) * R
     pair = tl.program_id(1)
+    wait(IS_CHAINED)
     slot = tl.load(ids + pair)
     if slot >= 0:
         token = pair // n_used
         w = slots + slot.to(tl.int64) * slot_bytes
         g = row_products(GATE, w + gate, gate_blocks, row0, rows, gate_q, gate_dx, gate_extra, gate_stride,
-                         token, 1, GATE_N, 1, R, GATE_C)  # fmt: skip
+                         token, 1, GATE_N, 1, R, GATE_C, False)  # fmt: skip
         u = row_products(UP, w + up, up_blocks, row0, rows, up_q, up_dx, up_extra, up_stride,
-                         token, 1, UP_N, 1, R, UP_C)  # fmt: skip
+                         token, 1, UP_N, 1, R, UP_C, False)  # fmt: skip
         row = row0 + tl.arange(0, R)[None, :, None]
         if parts_of(GATE) != parts_of(UP):
             g = without_parts(g)
@@ -219,14 +222,16 @@ def glu_kernel(slots, ids, h, slot_bytes, rows, n_used,
 
 @triton.jit
 def down_kernel(slots, ids, y, slot_bytes, rows, down, q, dx, extra, n_blocks, stride,
-                TYPE: tl.constexpr, N: tl.constexpr, R: tl.constexpr, C: tl.constexpr):  # fmt: skip
+                TYPE: tl.constexpr, N: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+                IS_CHAINED: tl.constexpr):  # fmt: skip
     """R values of one routed pair's output row."""
     row0 = tl.program_id(0) * R
     pair = tl.program_id(1)
+    wait(IS_CHAINED)
     slot = tl.load(ids + pair)
     if slot >= 0:
         w = slots + slot.to(tl.int64) * slot_bytes + down
-        total = row_products(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, pair, 1, N, 1, R, C)
+        total = row_products(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, pair, 1, N, 1, R, C, False)
         row = row0 + tl.arange(0, R)[None, :, None]
         put_first(y + pair.to(tl.int64) * rows + row, total, row < rows)
 
@@ -310,7 +315,7 @@ def matvec(w: Matrix, x: Source, y: torch.Tensor, bias: torch.Tensor | None = No
         *(at.n_blocks, w.rows, at.stride, tokens, y.stride(0), bias is not None),
         *(w.type, at.n, triton.next_power_of_2(tokens), rows, at.rounds),
         num_warps=warps,
-        enable_fp_fusion=False,
+        **options(y),
     )
 
 
@@ -353,7 +358,7 @@ def expert_glu(
         *(up.offset, u.q, u.dx, u.extra, u.n_blocks, u.stride),
         *(activation, gate.type, g.n, g.rounds, up.type, u.n, u.rounds, rows),
         num_warps=warps,
-        enable_fp_fusion=False,
+        **options(ids),
     )
 
 
@@ -367,5 +372,5 @@ def expert_down(slots: torch.Tensor, ids: torch.Tensor, bank: Bank, h: Source, y
         *(at.q, at.dx, at.extra, at.n_blocks, at.stride),
         *(bank.type, at.n, rows, at.rounds),
         num_warps=warps,
-        enable_fp_fusion=False,
+        **options(ids),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from freetoken.kernels.launch import wait
 from freetoken.kernels.matvec_tiles import four, half, high_half, low_half, plane, plane_dots, words
 from freetoken.kernels.packed import look_up, spread
 from freetoken.kernels.tables import IQ4, MXFP4
@@ -59,60 +60,74 @@ def term_with_m(factors, live, dx, sums, piece, total):
 
 
 @triton.jit
-def terms_q8_0(w, first, n_blocks, block, piece, live, q, dx, sums):
+def terms_q8_0(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 32)
     at = four(words(w + first * 32) + block * 8)
-    total = block_sum(tl.load(at), tl.load(at + 4), q, piece)
-    return term(half(w + p1 + first * 2 + block * 2, live), dx, piece, live, total)
+    low, high = tl.load(at), tl.load(at + 4)
+    d = half(w + p1 + first * 2 + block * 2, live)
+    wait(WAITS)
+    total = block_sum(low, high, q, piece)
+    return term(d, dx, piece, live, total)
 
 
 @triton.jit
-def terms_q4_0(w, first, n_blocks, block, piece, live, q, dx, sums):
+def terms_q4_0(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 16)
     word = nibble_words(w, first, block)
+    d = half(w + p1 + first * 2 + block * 2, live)
+    wait(WAITS)
     total = block_sum(word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F, q, piece) - 8 * tl.load(sums + piece)
-    return term(half(w + p1 + first * 2 + block * 2, live), dx, piece, live, total)
+    return term(d, dx, piece, live, total)
 
 
 @triton.jit
-def terms_q4_1(w, first, n_blocks, block, piece, live, q, dx, sums):
+def terms_q4_1(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 16)
     word = nibble_words(w, first, block)
+    wait(WAITS)
     total = block_sum(word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F, q, piece)
     return term_with_m(words(w + p1 + first * 4) + block, live, dx, sums, piece, total)
 
 
 @triton.jit
-def terms_q5_0(w, first, n_blocks, block, piece, live, q, dx, sums):
+def terms_q5_0(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 16)
     p2 = plane(p1, n_blocks, 4)
     low, high = with_fifth(nibble_words(w, first, block), tl.load(words(w + p1 + first * 4) + block))
+    d = half(w + p2 + first * 2 + block * 2, live)
+    wait(WAITS)
     total = block_sum(low, high, q, piece) - 16 * tl.load(sums + piece)
-    return term(half(w + p2 + first * 2 + block * 2, live), dx, piece, live, total)
+    return term(d, dx, piece, live, total)
 
 
 @triton.jit
-def terms_q5_1(w, first, n_blocks, block, piece, live, q, dx, sums):
+def terms_q5_1(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 16)
     p2 = plane(p1, n_blocks, 4)
     low, high = with_fifth(nibble_words(w, first, block), tl.load(words(w + p1 + first * 4) + block))
+    wait(WAITS)
     total = block_sum(low, high, q, piece)
     return term_with_m(words(w + p2 + first * 4) + block, live, dx, sums, piece, total)
 
 
 @triton.jit
-def terms_mxfp4(w, first, n_blocks, block, piece, live, q, dx, sums):
+def terms_mxfp4(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 16)
-    low, high = look_up(nibble_words(w, first, block), MXFP4[0], MXFP4[1], MXFP4[2], MXFP4[3])
-    total = block_sum(low, high, q, piece)
+    word = nibble_words(w, first, block)
     e = tl.load(w + p1 + first + block).to(tl.int32)
+    wait(WAITS)
+    low, high = look_up(word, MXFP4[0], MXFP4[1], MXFP4[2], MXFP4[3])
+    total = block_sum(low, high, q, piece)
     bits = tl.where(e < 2, 0x00200000 << e, (e - 1) << 23)  # 2^(e - 128); subnormal below e = 2
     return term(tl.where(live, bits, 0).to(tl.float32, bitcast=True), dx, piece, live, total)
 
 
 @triton.jit
-def terms_iq4_nl(w, first, n_blocks, block, piece, live, q, dx, sums):
+def terms_iq4_nl(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 16)
-    low, high = look_up(nibble_words(w, first, block), IQ4[0], IQ4[1], IQ4[2], IQ4[3])
+    word = nibble_words(w, first, block)
+    d = half(w + p1 + first * 2 + block * 2, live)
+    wait(WAITS)
+    low, high = look_up(word, IQ4[0], IQ4[1], IQ4[2], IQ4[3])
     total = block_sum(low, high, q, piece)
-    return term(half(w + p1 + first * 2 + block * 2, live), dx, piece, live, total)
+    return term(d, dx, piece, live, total)

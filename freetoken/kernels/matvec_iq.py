@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from freetoken.kernels.launch import wait
 from freetoken.kernels.matvec_tiles import all_parts, half, join_planes, part, plane, plane_dots, words
 from freetoken.kernels.packed import negated
 
@@ -53,8 +54,9 @@ def term(d, live, dx, piece, hi, lo):
 
 
 @triton.jit
-def terms_iq2_xxs(w, first, n_blocks, block, piece, live, q, dx, table):
+def terms_iq2_xxs(w, first, n_blocks, block, piece, live, q, dx, table, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 64)
+    wait(WAITS)
     r = runs()
     hi, lo = 0, 0
     for i in tl.static_range(2):
@@ -73,9 +75,10 @@ def terms_iq2_xxs(w, first, n_blocks, block, piece, live, q, dx, table):
 
 
 @triton.jit
-def terms_iq2_xs(w, first, n_blocks, block, piece, live, q, dx, table):
+def terms_iq2_xs(w, first, n_blocks, block, piece, live, q, dx, table, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 64)
     p2 = plane(p1, n_blocks, 8)
+    wait(WAITS)
     r = runs()
     hi, lo = 0, 0
     for i in tl.static_range(2):
@@ -93,11 +96,12 @@ def terms_iq2_xs(w, first, n_blocks, block, piece, live, q, dx, table):
 
 
 @triton.jit
-def terms_iq2_s(w, first, n_blocks, block, piece, live, q, dx, table):
+def terms_iq2_s(w, first, n_blocks, block, piece, live, q, dx, table, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 32)
     p2 = plane(p1, n_blocks, 32)
     p3 = plane(p2, n_blocks, 8)
     p4 = plane(p3, n_blocks, 8)
+    wait(WAITS)
     r = runs()
     hi, lo = 0, 0
     for i in tl.static_range(2):
@@ -119,9 +123,10 @@ def terms_iq2_s(w, first, n_blocks, block, piece, live, q, dx, table):
 
 
 @triton.jit
-def terms_iq3_xxs(w, first, n_blocks, block, piece, live, q, dx, table):
+def terms_iq3_xxs(w, first, n_blocks, block, piece, live, q, dx, table, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 64)
     p2 = plane(p1, n_blocks, 32)
+    wait(WAITS)
     r = runs()
     hi, lo = 0, 0
     for i in tl.static_range(2):
@@ -139,11 +144,12 @@ def terms_iq3_xxs(w, first, n_blocks, block, piece, live, q, dx, table):
 
 
 @triton.jit
-def terms_iq3_s(w, first, n_blocks, block, piece, live, q, dx, table):
+def terms_iq3_s(w, first, n_blocks, block, piece, live, q, dx, table, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 64)
     p2 = plane(p1, n_blocks, 32)
     p3 = plane(p2, n_blocks, 8)
     p4 = plane(p3, n_blocks, 4)
+    wait(WAITS)
     r = runs()
     s = tl.load(w + p3 + first * 4 + block * 4 + part(4)).to(tl.int32)
     hi, lo = 0, 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from freetoken.kernels.launch import wait
 from freetoken.kernels.matvec_tiles import (
     all_parts,
     element,
@@ -69,36 +70,46 @@ def term_with_minimum(factors, scale, hi, lo, m):
 
 
 @triton.jit
-def terms_q4_k(w, first, n_blocks, block, piece, live, q, dx, sums):
+def terms_q4_k(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
     g = part(4)
     start = words(w + first * 144) + block * 36 + 0 * g
     at = four(words(q) + piece * 128 + 16 * g)
+    word0 = tl.load(four(start + 4 + 8 * g))
+    word1 = tl.load(four(start + 8 + 8 * g))
+    head = tl.load(four(start))
+    wait(WAITS)
     low_hi, low_lo, high_hi, high_lo = 0, 0, 0, 0
     for t in tl.static_range(2):
-        word = tl.load(four(start + 4 + 8 * g + 4 * t))
+        word = word0 if t == 0 else word1
         low_hi, low_lo = plane_dots(word & 0x0F0F0F0F, at + 4 * t, low_hi, low_lo)
         high_hi, high_lo = plane_dots((word >> 4) & 0x0F0F0F0F, at + 8 + 4 * t, high_hi, high_lo)
-    return term_k4(tl.load(four(start)), g, live, low_hi, low_lo, high_hi, high_lo, dx, sums, piece)
+    return term_k4(head, g, live, low_hi, low_lo, high_hi, high_lo, dx, sums, piece)
 
 
 @triton.jit
-def terms_q5_k(w, first, n_blocks, block, piece, live, q, dx, sums):
+def terms_q5_k(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
     g = part(4)
     start = words(w + first * 176) + block * 44 + 0 * g
     at = four(words(q) + piece * 128 + 16 * g)
+    word0 = tl.load(four(start + 12 + 8 * g))
+    word1 = tl.load(four(start + 16 + 8 * g))
+    fifth0 = tl.load(four(start + 4))
+    fifth1 = tl.load(four(start + 8))
+    head = tl.load(four(start))
+    wait(WAITS)
     low_hi, low_lo, high_hi, high_lo = 0, 0, 0, 0
     for t in tl.static_range(2):
-        word = tl.load(four(start + 12 + 8 * g + 4 * t))
-        fifth = tl.load(four(start + 4 + 4 * t)) >> tl.expand_dims(2 * g, 5)
+        word = word0 if t == 0 else word1
+        fifth = (fifth0 if t == 0 else fifth1) >> tl.expand_dims(2 * g, 5)
         low = (word & 0x0F0F0F0F) | ((fifth << 4) & 0x10101010)
         high = ((word >> 4) & 0x0F0F0F0F) | ((fifth << 3) & 0x10101010)
         low_hi, low_lo = plane_dots(low, at + 4 * t, low_hi, low_lo)
         high_hi, high_lo = plane_dots(high, at + 8 + 4 * t, high_hi, high_lo)
-    return term_k4(tl.load(four(start)), g, live, low_hi, low_lo, high_hi, high_lo, dx, sums, piece)
+    return term_k4(head, g, live, low_hi, low_lo, high_hi, high_lo, dx, sums, piece)
 
 
 @triton.jit
-def terms_q6_k(w, first, n_blocks, block, piece, live, q, dx, sums):
+def terms_q6_k(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 128)
     p2 = plane(p1, n_blocks, 64)
     p3 = plane(p2, n_blocks, 16)
@@ -107,29 +118,36 @@ def terms_q6_k(w, first, n_blocks, block, piece, live, q, dx, sums):
     scales = (w + p2 + first * 16).to(tl.pointer_type(tl.int16)) + block * 8 + 4 * (g >> 1) + (g & 1)
     sc0 = tl.load(scales).to(tl.int32)
     sc1 = tl.load(scales + 2).to(tl.int32)
+    at_words = four(words(w + first * 128) + block * 32 + 8 * g)
+    at_pairs = four(words(w + p1 + first * 64) + block * 16 + 8 * (g >> 1))
+    word0 = tl.load(at_words)
+    word1 = tl.load(at_words + 4)
+    pairs0 = tl.load(at_pairs)
+    pairs1 = tl.load(at_pairs + 4)
+    d = half(w + p3 + first * 2 + (block + 0 * g) * 2, live)
+    wait(WAITS)
     hi, lo = 0, 0
     for t in tl.static_range(2):
-        word = tl.load(four(words(w + first * 128) + block * 32 + 8 * g + 4 * t))
-        pairs = tl.load(four(words(w + p1 + first * 64) + block * 16 + 8 * (g >> 1) + 4 * t))
-        pairs = pairs >> tl.expand_dims(2 * (g & 1), 5)
+        word = word0 if t == 0 else word1
+        pairs = (pairs0 if t == 0 else pairs1) >> tl.expand_dims(2 * (g & 1), 5)
         low = minus((word & 0x0F0F0F0F) | ((pairs << 4) & 0x30303030), 32)
         high = minus(((word >> 4) & 0x0F0F0F0F) | (pairs & 0x30303030), 32)
         low_hi, low_lo = plane_dots(low, at + 4 * t, 0, 0)
         high_hi, high_lo = plane_dots(high, at + 16 + 4 * t, 0, 0)
         hi += signed_byte(sc0, t) * sum_words(low_hi) + signed_byte(sc1, t) * sum_words(high_hi)
         lo += signed_byte(sc0, t) * sum_words(low_lo) + signed_byte(sc1, t) * sum_words(high_lo)
-    d = half(w + p3 + first * 2 + (block + 0 * g) * 2, live)
     scale = tl.load(dx + piece + 0 * g, mask=live, other=0.0)
     return (d * scale) * join_planes(all_parts(hi), all_parts(lo))
 
 
 @triton.jit
-def terms_q2_k(w, first, n_blocks, block, piece, live, q, dx, sums):
+def terms_q2_k(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 64)
     p2 = plane(p1, n_blocks, 16)
     h = part(2)
     at = four(words(q) + piece * 128 + 32 * h)
     scales = words(w + p1 + first * 16) + block * 4 + 2 * h
+    wait(WAITS)
     hi, lo, m = 0, 0, 0
     for t in tl.static_range(2):
         word = tl.load(four(words(w + first * 64) + block * 16 + 8 * h + 4 * t))
@@ -145,7 +163,7 @@ def terms_q2_k(w, first, n_blocks, block, piece, live, q, dx, sums):
 
 
 @triton.jit
-def terms_q3_k(w, first, n_blocks, block, piece, live, q, dx, sums):
+def terms_q3_k(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 64)
     p2 = plane(p1, n_blocks, 32)
     p3 = plane(p2, n_blocks, 12)
@@ -153,6 +171,7 @@ def terms_q3_k(w, first, n_blocks, block, piece, live, q, dx, sums):
     at = four(words(q) + piece * 128 + 32 * h)
     scales = words(w + p2 + first * 12) + block * 3 + 0 * h
     high_bits = tl.load(scales + 2)
+    wait(WAITS)
     hi, lo = 0, 0
     for t in tl.static_range(2):
         word = tl.load(four(words(w + first * 64) + block * 16 + 8 * h + 4 * t))
@@ -171,7 +190,7 @@ def terms_q3_k(w, first, n_blocks, block, piece, live, q, dx, sums):
 
 
 @triton.jit
-def terms_iq4_xs(w, first, n_blocks, block, piece, live, q, dx, sums):
+def terms_iq4_xs(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
     """Two sub-blocks a part."""
     p1 = plane(0, n_blocks, 128)
     g = part(4)
@@ -180,10 +199,13 @@ def terms_iq4_xs(w, first, n_blocks, block, piece, live, q, dx, sums):
     top = tl.load(head, mask=live, other=0)
     low_bits = tl.load(head + 1) >> (8 * g)
     high_bits = top >> (16 + 4 * g)
+    at_words = four(words(w + first * 128) + block * 32 + 8 * g)
+    word0 = tl.load(at_words)
+    word1 = tl.load(at_words + 4)
+    wait(WAITS)
     hi, lo = 0, 0
     for i in tl.static_range(2):
-        word = tl.load(four(words(w + first * 128) + block * 32 + 8 * g + 4 * i))
-        low, high = look_up(word, IQ4[0], IQ4[1], IQ4[2], IQ4[3])
+        low, high = look_up(word0 if i == 0 else word1, IQ4[0], IQ4[1], IQ4[2], IQ4[3])
         dot_hi, dot_lo = plane_dots(low, at + 8 * i, 0, 0)
         dot_hi, dot_lo = plane_dots(high, at + 8 * i + 4, dot_hi, dot_lo)
         scale = (((low_bits >> (4 * i)) & 15) | (((high_bits >> (2 * i)) & 3) << 4)) - 32
