@@ -194,7 +194,8 @@ def compile_ptx(name: str, constants: dict[str, object], archs: tuple[int, ...],
 
 def dense(type_id: int, tokens: int) -> dict[str, object]:
     width = TYPE_CLASS[type_id]
-    shape = {"TYPE": int(type_id), "N": 2048 // (width or 1), "T": tokens, "R": 4 if tokens == 1 else 2}
+    shape = {"TYPE": int(type_id), "N": 2048 // (width or 1), "ALL": tokens, "T": min(tokens, 4), "R": 2}
+    shape["G"] = {0: 1, 32: 4, 256: 2 if type_id in (Type.Q2_K, Type.Q3_K) else 1}[width]
     shape["C"] = 4 if width == 32 else 1
     return {"HAS_BIAS": False, **shape}
 
@@ -211,9 +212,9 @@ def test_every_kernel_compiles_for_every_architecture(type_id: int) -> None:
     for tokens in (1, 8):
         compile_ptx("matvec_kernel", dense(type_id, tokens), ARCHITECTURES)
     one = dense(type_id, 1)
-    shape = {"R": one["R"], "N": one["N"], "C": one["C"], "TYPE": int(type_id)}
+    shape = {"R": one["R"], "G": one["G"], "N": one["N"], "C": one["C"], "TYPE": int(type_id)}
     compile_ptx("down_kernel", shape, ARCHITECTURES)
-    banks = {f"{bank}_{name}": one[name] for bank in ("GATE", "UP") for name in ("N", "C")}
+    banks = {f"{bank}_{name}": one[name] for bank in ("GATE", "UP") for name in ("N", "G", "C")}
     compile_ptx(
-        "glu_kernel", {"ACTIVATION": 0, "GATE": int(type_id), "UP": int(type_id), "R": 4, **banks}, ARCHITECTURES
+        "glu_kernel", {"ACTIVATION": 0, "GATE": int(type_id), "UP": int(type_id), "ROWS": 4, **banks}, ARCHITECTURES
     )
