@@ -176,16 +176,16 @@ def block_products(TYPE: tl.constexpr, w, n_blocks, row0, rows, q, dx, extra, st
 def matvec_kernel(w, q, dx, extra, y, bias, n_blocks, rows, stride, tokens, y_stride, HAS_BIAS: tl.constexpr,
                   TYPE: tl.constexpr, N: tl.constexpr, ALL: tl.constexpr, T: tl.constexpr, G: tl.constexpr,
                   R: tl.constexpr, C: tl.constexpr, IS_CHAINED: tl.constexpr):  # fmt: skip
-    """G times R rows of a dense matrix for all tokens, T at a time."""
-    row0 = tl.program_id(0) * (G * R)
+    """G times R rows of a dense matrix for T of ALL tokens; neighbours take the same rows."""
+    row0 = tl.program_id(0) // (ALL // T) * (G * R)
+    token0 = tl.program_id(0) % (ALL // T) * T
+    total = row_products(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens - token0, N, T, G, R, C,
+                         IS_CHAINED)  # fmt: skip
     row = row0 + rows_of(G, R)
-    for token0 in range(0, ALL, T):
-        total = row_products(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens - token0, N, T, G, R,
-                             C, IS_CHAINED)  # fmt: skip
-        token = token0 + tl.arange(0, T)[None, None, None, :]
-        if HAS_BIAS:
-            total += tl.load(bias + tl.minimum(row, rows - 1))
-        put_first(y + token.to(tl.int64) * y_stride + row, total, (row < rows) & (token < tokens))
+    token = token0 + tl.arange(0, T)[None, None, None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + tl.minimum(row, rows - 1))
+    put_first(y + token.to(tl.int64) * y_stride + row, total, (row < rows) & (token < tokens))
 
 
 @triton.jit
@@ -322,9 +322,9 @@ class _Shape:
 def _shape(type_id: int, tokens: int) -> _Shape:
     """As many rows as leave a tile in registers. Rows of float weights are lanes."""
     if TYPE_CLASS[type_id] == 0:
-        return _Shape(1, 1, tokens)
+        return _Shape(1, 1)
     rows = 1 if TYPE_CLASS[type_id] == 32 else 4
-    return _Shape(rows, 1) if tokens == 1 else _Shape(max(rows // 2, 1), 1, tokens)
+    return _Shape(rows, 4) if tokens == 1 else _Shape(max(rows // 2, 1), 4, min(tokens, 4))
 
 
 def _groups(type_id: int, n: int, warps: int) -> int:
@@ -343,7 +343,7 @@ def matvec(w: Matrix, x: Source, y: torch.Tensor, bias: torch.Tensor | None = No
     padded = triton.next_power_of_2(tokens)
     shape = _shape(w.type, padded)
     groups = _groups(w.type, at.n, shape.warps)
-    matvec_kernel[(triton.cdiv(w.rows, groups * shape.rows),)](
+    matvec_kernel[(triton.cdiv(w.rows, groups * shape.rows) * (padded // shape.tokens),)](
         *(w.data, at.q, at.dx, at.extra, y, y if bias is None else bias),
         *(at.n_blocks, w.rows, at.stride, tokens, y.stride(0), bias is not None),
         *(w.type, at.n, padded, shape.tokens, groups, shape.rows, at.rounds),
