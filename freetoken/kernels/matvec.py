@@ -319,12 +319,12 @@ class _Shape:
     tokens: int = 1
 
 
-def _shape(type_id: int, tokens: int) -> _Shape:
+def _shape(kernel: str, type_id: int, tokens: int) -> _Shape:
     """As many rows as leave a tile in registers. Rows of float weights are lanes."""
     if TYPE_CLASS[type_id] == 0:
         return _Shape(1, 1)
     rows = 1 if TYPE_CLASS[type_id] == 32 else 4
-    return _Shape(rows, 4) if tokens == 1 else _Shape(max(rows // 2, 1), 4, min(tokens, 4))
+    return _Shape(rows, 4) if tokens == 1 or kernel != "dense" else _Shape(max(rows // 2, 1), 4, min(tokens, 4))
 
 
 def _groups(type_id: int, n: int, warps: int) -> int:
@@ -341,7 +341,7 @@ def matvec(w: Matrix, x: Source, y: torch.Tensor, bias: torch.Tensor | None = No
     if w.data.dtype != torch.uint8 or w.data.numel() < slot_bytes(w.type, w.rows, w.cols):
         raise ValueError(f"{quants.type_name(w.type)} [{w.rows}, {w.cols}] in {w.data.numel()} bytes")
     padded = triton.next_power_of_2(tokens)
-    shape = _shape(w.type, padded)
+    shape = _shape("dense", w.type, padded)
     groups = _groups(w.type, at.n, shape.warps)
     matvec_kernel[(triton.cdiv(w.rows, groups * shape.rows) * (padded // shape.tokens),)](
         *(w.data, at.q, at.dx, at.extra, y, y if bias is None else bias),
@@ -384,7 +384,7 @@ def expert_glu(
     _check_pairs(slots, ids, h, banks)
     tokens, n_used = ids.shape
     g, u = _rows(gate, x[0], tokens), _rows(up, x[1], tokens)
-    shapes = _shape(gate.type, 1), _shape(up.type, 1)
+    shapes = [_shape("glu", bank.type, tokens) for bank in banks]
     warps = min(shape.warps for shape in shapes)
     groups = [_groups(bank.type, each.n, warps) for bank, each in ((gate, g), (up, u))]
     rows = max(*groups, min(n * shape.rows for n, shape in zip(groups, shapes, strict=True)))
@@ -402,7 +402,7 @@ def expert_down(slots: torch.Tensor, ids: torch.Tensor, bank: Bank, h: Source, y
     """y [pairs, rows] = down h for every routed pair whose slot is there; h has one row a pair."""
     _check_pairs(slots, ids, y, (bank,))
     at = _rows(bank, h, ids.numel())
-    shape = _shape(bank.type, 1)
+    shape = _shape("down", bank.type, ids.shape[0])
     groups = _groups(bank.type, at.n, shape.warps)
     down_kernel[(triton.cdiv(bank.rows, groups * shape.rows), ids.numel())](
         *(slots, ids, y, slots.shape[1], bank.rows, bank.offset),
