@@ -23,6 +23,10 @@ from freetoken.kernels.sums import fold8, fold32, softcap
 __all__ = ["Mask", "Partials", "attend", "heads_per_program", "max_splits"]
 
 
+UNROLL = 64
+"""Positions whose values a program loads at once."""
+
+
 @dataclass(frozen=True)
 class Mask:
     """How scores are formed: factor, soft cap (0: none), sliding window (0: none), sinks fp32 [n_head]."""
@@ -60,16 +64,8 @@ def max_splits(n_positions: int, window: int = 0) -> int:
 
 
 def heads_per_program(n: int, n_head: int, n_kv: int, n_splits: int, n_processors: int) -> int:
-    """Query heads that one program takes: more heads read keys and values less often, if enough programs are left."""
-    heads = 1
-    while (n_head // n_kv) % (2 * heads) == 0 and heads < 8 and n * n_head * n_splits >= 2 * heads * n_processors:
-        heads *= 2
-    return heads
-
-
-def _shape(heads: int) -> tuple[int, int]:
-    """Warps of a program, and positions whose values it loads at once."""
-    return 4, 64
+    """Query heads that one program takes: two share keys and values if enough programs are left; more did not pay."""
+    return 2 if (n_head // n_kv) % 2 == 0 and n * n_head * n_splits >= 2 * n_processors else 1
 
 
 def merged_heads(n_head: int, heads: int, dim_v: int, cls: int) -> int:
@@ -365,7 +361,6 @@ def attend(
         raise ValueError(f"{heads} of {n_head} query heads of {n_kv} KV heads, or records of {width} values")
     activation, cls = arguments(quantised, n, n_head * dim_v)
     merged = merged_heads(n_head, heads, dim_v, cls)
-    warps, unroll = _shape(heads)
     shape = {"N_HEAD": n_head, "DIM_V": dim_v, "WIDTH": width, "MAX_SPLITS": n_splits, "WINDOW": mask.window}
     attend_split_kernel[(min(n_splits, n_programs), n_head // heads, n)](
         q,
@@ -388,11 +383,11 @@ def attend(
         BLOCK_V=next_power_of_2(dim_v),
         MAX_PAGES=pages.table.shape[1],
         HAS_CAP=mask.softcap != 0.0,
-        UNROLL=unroll,
+        UNROLL=UNROLL,
         MERGED=merged,
         CLS=cls,
         PLANES=planes,
-        num_warps=warps,
+        num_warps=4,
         **options(q),
     )
     if merged:

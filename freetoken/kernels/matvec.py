@@ -1,8 +1,8 @@
 """Matrix-vector products of a decode step: dense matrices for up to 8 tokens, and experts in slots, one row a pair.
 
 Bits are those of docs/numerics.md, sections 3 and 4, for every type with a line there and F32, F16 and BF16. Matrices
-lie as `layout` says, activations as `activations` says (float weights take plain fp32 rows). A program is one warp with
-a few rows of one matrix: no sum crosses a barrier, and the activation's integers are loaded once for all of its rows.
+lie as `layout` says, activations as `activations` says (float weights take plain fp32 rows). A row belongs to lanes of
+one warp, so no sum crosses a barrier; a thread loads the activation once for all of its rows.
 """
 
 from __future__ import annotations
@@ -52,10 +52,8 @@ _FLOATS = (GgmlType.F32, GgmlType.F16, GgmlType.BF16)
 _CLASS_32 = (
     *(GgmlType.Q4_0, GgmlType.Q4_1, GgmlType.Q5_0, GgmlType.Q5_1, GgmlType.Q8_0, GgmlType.IQ4_NL, GgmlType.MXFP4),
 )
-_CLASS_256 = (
-    *(GgmlType.Q2_K, GgmlType.Q3_K, GgmlType.Q4_K, GgmlType.Q5_K, GgmlType.Q6_K, GgmlType.IQ4_XS),
-    *(GgmlType.IQ2_XXS, GgmlType.IQ2_XS, GgmlType.IQ2_S, GgmlType.IQ3_XXS, GgmlType.IQ3_S),
-)
+_GRIDS = (GgmlType.IQ2_XXS, GgmlType.IQ2_XS, GgmlType.IQ2_S, GgmlType.IQ3_XXS, GgmlType.IQ3_S)
+_CLASS_256 = (*(GgmlType.Q2_K, GgmlType.Q3_K, GgmlType.Q4_K, GgmlType.Q5_K, GgmlType.Q6_K, GgmlType.IQ4_XS, *_GRIDS),)
 TYPE_CLASS: dict[int, int] = {
     **dict.fromkeys(map(int, _FLOATS), 0),
     **dict.fromkeys(map(int, _CLASS_32), 32),
@@ -320,11 +318,18 @@ class _Shape:
 
 
 def _shape(kernel: str, type_id: int, tokens: int) -> _Shape:
-    """As many rows as leave a tile in registers. Rows of float weights are lanes."""
-    if TYPE_CLASS[type_id] == 0:
+    """What was fastest on an H200 for "dense" matrices and experts ("glu", "down"). Rows of float weights are lanes."""
+    width = TYPE_CLASS[type_id]
+    is_grid = type_id in _GRIDS
+    if width == 0:
         return _Shape(1, 1)
-    rows = 1 if TYPE_CLASS[type_id] == 32 else 4
-    return _Shape(rows, 4) if tokens == 1 or kernel != "dense" else _Shape(max(rows // 2, 1), 4, min(tokens, 4))
+    if kernel == "dense" and tokens > 1:
+        return _Shape(2 if width == 32 or is_grid else 4, 4, 2)
+    if width == 32:
+        return _Shape(2, 2) if kernel == "down" else _Shape(1, 1)
+    if kernel == "dense":
+        return _Shape(4, 1 if is_grid else 4)
+    return _Shape(2, 1) if is_grid else _Shape(4, 2)
 
 
 def _groups(type_id: int, n: int, warps: int) -> int:
