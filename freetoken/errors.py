@@ -9,6 +9,7 @@ FreeTokenError
 │   └── ContextExceededError    prompt longer than the context            HTTP 400
 ├── NotReadyError          the model is still loading                     HTTP 503
 └── EngineError            the engine failed while working for a request  HTTP 500
+    └── PinRefusedError    the system does not lock this host memory for the GPU
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ __all__ = [
     "ModelFileError",
     "NotReadyError",
     "OptionError",
+    "PinRefusedError",
     "RequestError",
     "UnsupportedModelError",
 ]
@@ -89,3 +91,7 @@ class NotReadyError(FreeTokenError):
 
 class EngineError(FreeTokenError):
     """The engine failed; the request that it worked for gets this."""
+
+
+class PinRefusedError(EngineError):
+    """The system does not lock a range of host memory for the GPU; others may still be, and work goes on without."""
