@@ -23,6 +23,7 @@ from freetoken.gpu.weights import DeviceWeights, weight_class
 from freetoken.kernels import attention, glu, norm, rope, router
 from freetoken.kernels.activations import Activation, quantize
 from freetoken.kernels.attention import Mask, Partials
+from freetoken.kernels.embed import EmbeddingTable, embed
 from freetoken.kernels.matvec import Source, matvec
 from freetoken.kernels.norm import Rows, Shared
 from freetoken.kernels.pages import PAGE, Pages
@@ -174,7 +175,9 @@ class Lowering:
         if state.rows is not None or state.quantised:
             return
         if isinstance(node, t.Embedding):
-            state.rows = self._inputs.embedding(node.weight, node.scale)[: node.n]
+            state.rows = self._take(node, node.n, node.width)
+            table = EmbeddingTable.of(self._weights.matrix(node.weight), node.n)
+            self._add(partial(embed, table, self._inputs.tokens[: node.n], state.rows, node.scale))
         elif isinstance(node, t.Linear):
             state.rows = self._take(node, node.n, node.width)
             bias = None if node.weight.bias is None else self._weights.vector(node.weight.bias)

@@ -60,7 +60,7 @@ class GpuModel:
         self._pinned: Pinned | None = None
         kv = DeviceKV(shapes, capacity, options.cache_type_k, device)
         self._weights = DeviceWeights(device, pool)
-        inputs = Inputs(pool, n_ctx_pages, spec.n_embd, kv.spare, device)
+        inputs = Inputs(n_ctx_pages, kv.spare, device)
         self.experts: GpuExperts | None = None
         if spec.is_moe:
             self.experts = self._expert_slots(file, spec, options)
