@@ -146,7 +146,10 @@ class GpuPlan:
             )
         if self.backend == "offload":
             where = f"{self.buffer_slots} slots" if self.buffer_pool is not None else _mib(self.buffer_bytes)
-            lines.append(f"  prefill streams through {self.n_buffers} buffers of {where}")
+            n = self.n_buffers
+            lines.append(
+                f"  prefill streams through {n} buffer{'s' * (n > 1)} of {where}" if n else "  no prefill buffer"
+            )
         return "\n".join(lines)
 
 
@@ -170,6 +173,20 @@ def expert_layers_off(options: EngineOptions, layers: Iterable[int]) -> tuple[in
     return tuple(off)
 
 
+def _unmoved(options: EngineOptions, names: Iterable[str]) -> list[str]:
+    """A note on tensors that -ot sends to the CPU and that stay where their layer is: all but routed experts."""
+    rules = [(re.compile(pattern), kind) for pattern, kind in options.override_tensors]
+    found = []
+    for name in names if rules else ():
+        kind = next((kind for rule, kind in rules if rule.search(name)), "")
+        if kind == "CPU" and not _CPU_EXPERTS.search(name):
+            found.append(name)
+    if not found:
+        return []
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return [f"-ot moves routed experts only: {found[0]}{more} stay where their layer is (-ngl N moves whole layers)"]
+
+
 def plan_gpu(
     spec: ModelSpec,
     options: EngineOptions,
@@ -180,12 +197,14 @@ def plan_gpu(
     max_batch: int,
     n_ctx: int,
     n_sequences: int = 1,
+    names: Iterable[str] = (),
 ) -> GpuPlan:
     """The plan for a card with so much free memory.
 
     `slot_bytes` is one expert's slot in each layer (0: it has none), `max_batch` the tokens of the largest decode step,
-    `n_ctx` the longest sequence wished for; it shrinks only where `options.n_ctx` is 0. Raises OptionError saying how
-    many MiB are missing and what to change.
+    `n_ctx` the longest sequence wished for; it shrinks only where `options.n_ctx` is 0. `names` are the model's
+    tensors, to say which of them -ot does not move. Raises OptionError saying how many MiB are missing and what to
+    change.
     """
     if options.is_gpu_off:
         raise ValueError("a plan for a GPU that the options leave out")
@@ -197,7 +216,8 @@ def plan_gpu(
     first = first_gpu_layer(options.n_gpu_layers, spec.n_layer)
     for attempt in range(first, first + last):
         if planner.missing(attempt) <= 0:
-            return planner.plan(attempt)
+            plan = planner.plan(attempt)
+            return replace(plan, notes=(*plan.notes, *_unmoved(options, names)))
     raise OptionError(planner.shortfall(first))
 
 
