@@ -246,7 +246,7 @@ def gpu_fields(args: argparse.Namespace) -> dict[str, Any]:
 
     Raises OptionError for wishes that exclude each other or need several GPUs.
     """
-    ways = [name for name in ("size", "rate", "auto") if getattr(args, f"moe_cache_{name}", None) is not None]
+    ways = [name for name in ("size", "rate", "auto") if getattr(args, f"moe_cache_{name}", None)]
     if len(ways) > 1:
         raise OptionError(f"{' and '.join(f'--moe-cache-{name}' for name in ways)} exclude each other: give one")
     if getattr(args, "kv_offload", None) is False:
