@@ -38,6 +38,18 @@ class LongPass(Protocol):
         """Logits fp32 [n_outputs, n_vocab]. Raises Stopped."""
 
 
+class OnGpu(Protocol):
+    """`gpu.model.GpuModel` as it is used here."""
+
+    max_stepped: int
+    """Chunks up to this long run as decode steps."""
+
+    def run(self, batch: Batch, should_stop: Callable[[], bool] | None) -> np.ndarray:
+        """Logits fp32 [n_outputs, n_vocab]. Raises Stopped."""
+
+    def close(self) -> None: ...
+
+
 class Runner:
     """Owns what a model needs to run; `close` gives the threads back."""
 
@@ -49,8 +61,9 @@ class Runner:
         *,
         n_ctx: int | None = None,
         n_sequences: int = 1,
+        device: str | None = None,
     ) -> None:
-        """`n_ctx` is the longest sequence (default: the options' or the model's context). n_sequences share the pages:
+        """`device` is torch's name of the GPU, None runs everything on the CPU. `n_ctx` is the longest sequence (default: the options' or the model's context). n_sequences share the pages:
         each can be full where `options.n_parallel` is given, else their total is `n_ctx`.
 
         Raises ModelFileError for missing or misshapen tensors, OptionError for an unknown cache type, and EngineError
@@ -72,11 +85,17 @@ class Runner:
         n_spare = n_sequences - 1  # a last page of each sequence that is not full
         capacity = n_pages * n_sequences if options.n_parallel > 0 else n_pages + n_spare
         shapes = [KVShape(n_kv, spec.head_dim_k, spec.head_dim_v) for n_kv in spec.n_kv]
-        self.cache = KVCache(shapes, capacity, options.cache_type_k)
         self._pool = _pool(self.n_threads, cpus)
         is_same = self.n_threads_batch == self.n_threads
         self._pool_batch = self._pool if is_same else _pool(self.n_threads_batch, cpus)
-        self._decoder = Decoder(self._pool, self._model, self.cache, n_pages, options.n_planes)
+        self.gpu: OnGpu | None = None
+        if device is None:
+            self.cache = KVCache(shapes, capacity, options.cache_type_k)
+            self._decoder = Decoder(self._pool, self._model, self.cache, n_pages, options.n_planes)
+        else:
+            self.cache = KVCache([], capacity, options.cache_type_k)
+            make = import_gpu_model()
+            self.gpu = make(file, spec, options, self._model, shapes, capacity, n_pages, self._pool, device)
         self._prefill: LongPass | None = None
 
     def new_sequence(self) -> Sequence:
@@ -130,13 +149,15 @@ class Runner:
             some = sequences[first : first + native.MAX_TOKENS]
             positions = np.asarray([len(s) for s in some], np.int32)
             these = np.asarray(tokens[first : first + len(some)], np.int32)
-            logits.append(self._decoder.run(Batch(these, positions, [s.page_table for s in some], len(some))))
+            logits.append(self._run(Batch(these, positions, [s.page_table for s in some], len(some)), None))
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.extend([token])
         return logits[0] if len(logits) == 1 else np.concatenate(logits)
 
     def close(self) -> None:
-        """End the threads. The runner must not be used afterwards."""
+        """Free the GPU and end the threads. The runner must not be used afterwards."""
+        if self.gpu is not None:
+            self.gpu.close()
         self._pool.close()
         self._pool_batch.close()
 
@@ -144,7 +165,8 @@ class Runner:
         """What runs at once: chunks of `EngineOptions.n_chunk`, short ones cut into steps."""
         for first in range(0, len(tokens), self._n_chunk):
             chunk = tokens[first : first + self._n_chunk]
-            size = native.MAX_TOKENS if len(chunk) <= MAX_STEPPED else len(chunk)
+            max_stepped = MAX_STEPPED if self.gpu is None else self.gpu.max_stepped
+            size = native.MAX_TOKENS if len(chunk) <= max_stepped else len(chunk)
             for at in range(0, len(chunk), size):
                 yield chunk[at : at + size]
 
@@ -156,14 +178,28 @@ class Runner:
         is_short = n <= native.MAX_TOKENS
         n_outputs = 1 if want_logits or is_short else 0  # a program without outputs would be one more to record
         batch = Batch(np.asarray(piece, np.int32), positions, [sequence.page_table] * n, n_outputs)
-        logits = self._decoder.run(batch) if is_short else self._long_pass().run(batch, should_stop)
+        logits = self._run(batch, should_stop)
         return logits[0] if want_logits else None
+
+    def _run(self, batch: Batch, should_stop: Callable[[], bool] | None) -> np.ndarray:
+        if self.gpu is not None:
+            return self.gpu.run(batch, should_stop)
+        if batch.n <= native.MAX_TOKENS:
+            return self._decoder.run(batch)
+        return self._long_pass().run(batch, should_stop)
 
     def _long_pass(self) -> LongPass:
         if self._prefill is None:
             make = import_prefill()
             self._prefill = make(self._pool_batch, self._model, self.cache, self._decoder.head_logits)
         return self._prefill
+
+
+def import_gpu_model() -> Callable[..., OnGpu]:
+    """`gpu.model.GpuModel`, which comes with torch and triton: imported where a GPU is used."""
+    from freetoken.gpu.model import GpuModel
+
+    return GpuModel
 
 
 def import_prefill() -> Callable[..., LongPass]:

@@ -49,6 +49,10 @@ class SlotMemory:
                 for bank, at in zip(layer.banks, self.offsets[i], strict=True)
             )
 
+    def banks(self, layer: int) -> tuple[FillBank, ...]:
+        """A layer's banks as the fill kernel reads them."""
+        return self._banks[layer]
+
     def fill(self, layer: int, step: StepOutputs) -> None:
         """One launch that copies the fills of a layer's step into their slots."""
         fill(self._banks[layer], self.pools[layer], step.fill_expert, step.fill_slot, step.counts)

@@ -1,0 +1,158 @@
+"""Decode on the GPU: a forward pass of up to 8 tokens as one CUDA graph, captured on first use.
+
+There is a graph for each number of rows, of outputs, and for each size of context, since the attention's grid covers
+the longest context of its graph. On other devices (Triton's interpreter) the same launches run one by one. The
+arithmetic is docs/numerics.md's: logits have the bits of the CPU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from freetoken.batch import Batch
+from freetoken.blocks import Model, Weight
+from freetoken.gpu.arena import Arena
+from freetoken.gpu.inputs import Inputs
+from freetoken.gpu.kv import DeviceKV
+from freetoken.gpu.lower import ExpertLaunches, Launch, Lowering, Room
+from freetoken.gpu.trace import Trace
+from freetoken.gpu.weights import DeviceWeights, weight_class
+from freetoken.kernels.activations import MAX_TOKENS, empty_activation, quantize
+from freetoken.kernels.attention import max_splits
+from freetoken.kernels.matvec import matvec
+
+__all__ = ["GpuDecoder"]
+
+FIRST_CONTEXT = 2048
+CONTEXT_GROWTH = 4
+"""Graphs are captured for contexts of 2048 positions, four times as many, and so on to the longest."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a program is made for."""
+
+    n: int
+    n_outputs: int
+    n_positions: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """Launches with what they point at, and how to run them all."""
+
+    lowered: Lowering
+    replay: Callable[[], None]
+
+
+class GpuDecoder:
+    """Runs forward passes of up to 8 rows of any sequences. Used by the engine thread only."""
+
+    def __init__(
+        self,
+        model: Model,
+        weights: DeviceWeights,
+        kv: DeviceKV,
+        inputs: Inputs,
+        experts: ExpertLaunches | None,
+        n_positions: int,
+        n_planes: int,
+    ) -> None:
+        """`n_positions` is the longest context of a sequence."""
+        self._model = model
+        self._weights = weights
+        self._kv = kv
+        self._inputs = inputs
+        self._experts = experts
+        self._n_positions = n_positions
+        self._n_planes = n_planes
+        self._arena = Arena(weights.device)
+        self._programs: dict[Shape, Program] = {}
+        self._rooms: dict[int, Room] = {}
+        self._host: torch.Tensor | None = None
+
+    def run(self, batch: Batch) -> np.ndarray:
+        """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab], the caller's own."""
+        program = self.program(batch.n, batch.n_outputs, int(batch.positions.max()) + 1)
+        self._inputs.fill(batch)
+        program.replay()
+        return self._read(program.lowered.logits)
+
+    def program(self, n: int, n_outputs: int, n_positions: int) -> Program:
+        """The program of a step whose longest context is n_positions."""
+        shape = Shape(n, n_outputs, self._context_size(n_positions))
+        if shape not in self._programs:
+            self._programs[shape] = self._make(shape)
+        return self._programs[shape]
+
+    def head_logits(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """Logits of states that came from elsewhere: fp32 [n, rows] of x [n, cols], by the same arithmetic."""
+        out = torch.empty((len(x), weight.rows), dtype=torch.float32, device=x.device)
+        matrix = self._weights.matrix(weight)
+        cls = weight_class(weight.type)
+        for first in range(0, len(x), MAX_TOKENS):
+            some = x[first : first + MAX_TOKENS].contiguous()
+            if cls:
+                rows = empty_activation(cls, len(some), weight.cols, x.device)
+                quantize(some, rows, self._n_planes)
+            matvec(matrix, rows if cls else some, out[first : first + len(some)])
+        return out
+
+    def _context_size(self, n_positions: int) -> int:
+        size = FIRST_CONTEXT
+        while size < n_positions:
+            size *= CONTEXT_GROWTH
+        return min(size, self._n_positions)
+
+    def _make(self, shape: Shape) -> Program:
+        trace = Trace(shape.n, shape.n_outputs)
+        self._model.forward(trace)
+        lowered = Lowering(
+            trace,
+            self._weights,
+            self._kv,
+            self._inputs,
+            self._experts,
+            self._arena,
+            self._room(trace, shape),
+            shape.n_positions,
+            self._n_planes,
+        )
+        if self._weights.device.type != "cuda":
+            return Program(lowered, partial(_run_all, lowered.launches))
+        self._inputs.fill_trial(shape.n)
+        _run_all(lowered.launches)  # compiles what is new, which a capture must not do
+        torch.cuda.synchronize(self._weights.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            _run_all(lowered.launches)
+        return Program(lowered, graph.replay)
+
+    def _room(self, trace: Trace, shape: Shape) -> Room:
+        """Room for attention of this shape; programs of one context share it."""
+        if shape.n_positions not in self._rooms:
+            n_head, dim_v = trace.widest_attention()
+            n_splits = max_splits(shape.n_positions)
+            self._rooms[shape.n_positions] = Room.empty(MAX_TOKENS, n_head, n_splits, dim_v, self._weights.device)
+        return self._rooms[shape.n_positions]
+
+    def _read(self, logits: torch.Tensor) -> np.ndarray:
+        """A copy on the host, when the device has it."""
+        if logits.device.type != "cuda":
+            return logits.numpy().copy()
+        if self._host is None or self._host.numel() < logits.numel():
+            self._host = torch.empty(MAX_TOKENS * logits.shape[1], dtype=torch.float32, pin_memory=True)
+        host = self._host[: logits.numel()].view(logits.shape)
+        host.copy_(logits, non_blocking=True)
+        torch.cuda.current_stream(logits.device).synchronize()
+        return host.numpy().copy()
+
+
+def _run_all(launches: list[Launch]) -> None:
+    for launch in launches:
+        launch()
