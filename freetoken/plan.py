@@ -42,33 +42,30 @@ _BANKS = ("gate", "up", "down")
 
 @dataclass(frozen=True)
 class DenseBytes:
-    """GPU bytes of what is no routed expert: each layer, the head (the embedding's, where they are one), and the
-    embedding beside it (0 where it is the head)."""
+    """GPU bytes of what is no routed expert: each layer, and the head (the embedding, where they are one). An embedding
+    of its own stays on the host, which reads the rows of a step's tokens."""
 
     layers: tuple[int, ...]
     head: int
-    embedding: int
 
     def on_gpu(self, first_layer: int) -> int:
-        """With the layers from `first_layer` on; the embedding goes with layer 0."""
-        return sum(self.layers[first_layer:]) + self.head + (self.embedding if first_layer == 0 else 0)
+        """With the layers from `first_layer` on."""
+        return sum(self.layers[first_layer:]) + self.head
 
 
 def dense_bytes(file: ModelFile, spec: ModelSpec) -> DenseBytes:
     """From the header of an open model. Tensors past the trunk count nowhere."""
     layers = [0] * spec.n_layer
-    head = embedding = 0
+    head = 0
     for name, tensor in file.tensors.items():
         n_bytes = tensor.n_bytes + _TENSOR_SLACK
         parts = name.split(".")
         if parts[0] == "blk":
             if int(parts[1]) < spec.n_layer and not _CPU_EXPERTS.search(name):
                 layers[int(parts[1])] += n_bytes
-        elif parts[0] == "token_embd":
-            embedding += n_bytes
-        else:
+        elif parts[0] != "token_embd" or spec.is_tied:
             head += n_bytes
-    return DenseBytes(tuple(layers), head + (embedding if spec.is_tied else 0), 0 if spec.is_tied else embedding)
+    return DenseBytes(tuple(layers), head)
 
 
 @dataclass(frozen=True)
@@ -262,6 +259,10 @@ class _Planner:
         pages = n_pages_for(n_ctx)
         return pages * self.n_sequences if self.options.n_parallel > 0 else pages + self.n_sequences - 1
 
+    def kv_bytes(self, first: int, n_ctx: int) -> int:
+        """Keys and values of the layers on the GPU, and a page that no sequence gets."""
+        return (self.n_pages(n_ctx) + 1) * self.page_bytes(first)
+
     def page_bytes(self, first: int) -> int:
         """One page in every layer on the GPU."""
         width = self.spec.head_dim_k + self.spec.head_dim_v
@@ -271,7 +272,7 @@ class _Planner:
     def longest_ctx(self, first: int, kv_bytes: int) -> int:
         """The longest context of a sequence that so many bytes hold, at most the wished one, in whole pages."""
         page = self.page_bytes(first)
-        pages = kv_bytes // page if page else self.n_pages(self.n_ctx)
+        pages = kv_bytes // page - 1 if page else self.n_pages(self.n_ctx)
         own = pages // self.n_sequences if self.options.n_parallel > 0 else pages - (self.n_sequences - 1)
         return min(self.n_ctx, max(own, 0) * PAGE)
 
@@ -294,7 +295,7 @@ class _Planner:
     def missing(self, first: int, n_ctx: int | None = None) -> int:
         """Bytes that the smallest plan needs above the budget."""
         common, passing = self.classes(first)
-        kv = self.n_pages(self.floor_ctx if n_ctx is None else n_ctx) * self.page_bytes(first)
+        kv = self.kv_bytes(first, self.floor_ctx if n_ctx is None else n_ctx)
         return self.base(first) + kv + self.least_slots((*common, *passing)) - self.budget
 
     # --- the plan ----------------------------------------------------------------------------------------------------
@@ -304,7 +305,7 @@ class _Planner:
         n_all = tuple(len(c.layers) * self.spec.n_expert for c in common)
         all_bytes = sum(n * c.slot_bytes for n, c in zip(n_all, common, strict=True))
         room = self.budget - self.base(first)
-        floor_kv = self.n_pages(self.floor_ctx) * self.page_bytes(first)
+        floor_kv = self.kv_bytes(first, self.floor_ctx)
         if not common and not passing:
             return self.finish(first, "dense", (), (), room)
         wanted = self.options.moe_cache_size or round(self.options.moe_cache_rate * sum(n_all))
@@ -328,7 +329,7 @@ class _Planner:
     ) -> GpuPlan:
         room = self.budget - self.base(first) - self.least_slots(passing)
         pass_slots = tuple(min(self.n_min, len(c.layers) * self.spec.n_expert) for c in passing)
-        kv_bytes = self.n_pages(self.floor_ctx) * self.page_bytes(first)
+        kv_bytes = self.kv_bytes(first, self.floor_ctx)
         if wanted and common:
             n_slots = self.wanted_slots(common, wanted, room - kv_bytes)
             taken = sum(n * c.slot_bytes for n, c in zip(n_slots, common, strict=True))
@@ -338,7 +339,7 @@ class _Planner:
             buffers = N_BUFFERS * self.spec.n_expert * max((c.slot_bytes for c in passing), default=0)
             share = int(spare * KV_SHARE) if common else max(spare - buffers, 0)
             longer = self.longest_ctx(first, kv_bytes + share)
-            kv_bytes = max(kv_bytes, self.n_pages(longer) * self.page_bytes(first))
+            kv_bytes = max(kv_bytes, self.kv_bytes(first, longer))
         n_slots = slots_per_class(common, self.spec.n_expert, room - kv_bytes, self.n_min)
         return self.finish(first, "offload", (*common, *passing), (*n_slots, *pass_slots), kv_bytes)
 
@@ -384,7 +385,7 @@ class _Planner:
             buffer_slots=0,
             buffer_bytes=0,
             dense_bytes=self.dense.on_gpu(first),
-            kv_bytes=self.n_pages(n_ctx) * self.page_bytes(first),
+            kv_bytes=self.kv_bytes(first, n_ctx),
             free_bytes=self.free_bytes,
             budget_bytes=self.budget,
         )
@@ -430,7 +431,7 @@ class _Planner:
 
     def shortfall(self, first: int) -> str:
         common, passing = self.classes(first)
-        kv = self.n_pages(self.floor_ctx) * self.page_bytes(first)
+        kv = self.kv_bytes(first, self.floor_ctx)
         least = self.least_slots((*common, *passing))
         text = (
             f"{_mib(self.missing(first))} of GPU memory are missing: of {_mib(self.free_bytes)} free "

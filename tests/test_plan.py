@@ -52,7 +52,7 @@ def _sizes(name: str) -> tuple[ModelSpec, tuple[int, ...], DenseBytes]:
         slots.append(slot)
         dense.append(rest)
     table = row_bytes(choose_type("output.weight", 2, "Q4_K_M", model), model.n_embd) * model.n_vocab
-    return spec_of(model), tuple(slots), DenseBytes(tuple(dense), table, table)
+    return spec_of(model), tuple(slots), DenseBytes(tuple(dense), table)
 
 
 def spec_of(model: Tiny) -> ModelSpec:
@@ -261,12 +261,12 @@ def test_too_small_a_card_says_what_would_help() -> None:
 
 
 def test_left_to_us_the_first_layers_go_to_the_cpu() -> None:
-    p = plan("qwen3-235b-a22b", 8)
+    p = plan("qwen3-235b-a22b", 7)
     assert 0 < p.first_layer < 94 and "run on the CPU" in p.notes[0]
     with pytest.raises(OptionError):
-        plan("qwen3-235b-a22b", 8, n_gpu_layers=94 + 1 - p.first_layer + 1)
+        plan("qwen3-235b-a22b", 7, n_gpu_layers=94 + 1 - p.first_layer + 1)
     with pytest.raises(OptionError):
-        plan("qwen3-235b-a22b", 8, fit=False)
+        plan("qwen3-235b-a22b", 7, fit=False)
 
 
 def test_the_context() -> None:
@@ -278,7 +278,7 @@ def test_the_context() -> None:
     given = plan("qwen3-30b-a3b", 8, n_ctx=5000, n_parallel=4)
     assert given.n_ctx == 5000 and given.n_pages == 4 * 20
     shared = plan("qwen3-30b-a3b", 8, n_ctx=5000)
-    assert shared.n_pages == 20 + 3 and shared.kv_bytes == 23 * PAGE * 48 * 4 * 256 * 2
+    assert shared.n_pages == 20 + 3 and shared.kv_bytes == 24 * PAGE * 48 * 4 * 256 * 2
     assert plan("qwen3-30b-a3b", 8, n_ctx=5000, cache_type_k="f32", cache_type_v="f32").kv_bytes == 2 * shared.kv_bytes
 
 
@@ -310,7 +310,7 @@ def test_dense_bytes_of_a_file(arch: str, tmp_path: Any) -> None:
         spec = read_spec(model)
         found = dense_bytes(model, spec)
         dense = [t for t in model.tensors.values() if "_exps" not in t.name]
+        dense = [t for t in dense if spec.is_tied or t.name != "token_embd.weight"]
         copies = sum(t.n_bytes for t in dense)
         assert copies <= found.on_gpu(0) <= copies + 1024 * len(dense)
-        assert (found.embedding == 0) == spec.is_tied and len(found.layers) == spec.n_layer
-        assert found.on_gpu(spec.n_layer) == found.head
+        assert len(found.layers) == spec.n_layer and found.on_gpu(spec.n_layer) == found.head
