@@ -5,8 +5,6 @@ Matrices that share an input and a type can be joined, one under the other, so t
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 import torch
 
@@ -95,7 +93,5 @@ class DeviceWeights:
 
 
 def _bytes(data: np.ndarray) -> torch.Tensor:
-    """A view of the mapping, never written to."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns of read-only memory
-        return torch.from_numpy(data.reshape(-1))
+    """A copy: CUDA copies nothing that begins in locked pages and ends in others, as a weight next to experts may."""
+    return torch.from_numpy(data.reshape(-1).copy())
