@@ -68,8 +68,6 @@ class EngineOptions:
     n_planes: int = 2
     """int8 planes of a quantised activation: 2 (16 bits) or 1 (8 bits, llama.cpp's precision)."""
 
-    moe_cache_rate: float = 0.0
-
     @property
     def moe_cache_auto(self) -> bool:
         """Whether the experts' cache takes what the card has left."""
