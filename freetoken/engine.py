@@ -213,8 +213,9 @@ class Engine:
         self._tokenizer = self._tokenizer_given or Tokenizer(self._file.shards[0].path, self._file.metadata)
         self._load_progress = 0.4
         total = self._options.n_ctx or self._spec.n_ctx_train
-        self._n_ctx = total if self._options.n_parallel <= 0 else max(total // self.n_slots, 1)
-        self._runner = Runner(self._file, self._spec, self._options, n_ctx=self._n_ctx, n_sequences=self.n_slots)
+        n_ctx = total if self._options.n_parallel <= 0 else max(total // self.n_slots, 1)
+        self._runner = Runner(self._file, self._spec, self._options, n_ctx=n_ctx, n_sequences=self.n_slots)
+        self._n_ctx = self._runner.n_ctx
         self._slots = [Slot(i, self._runner.new_sequence()) for i in range(self.n_slots)]
         self._load_progress = 0.8
         self._runner.warm_up()

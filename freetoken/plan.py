@@ -42,8 +42,7 @@ _BANKS = ("gate", "up", "down")
 
 @dataclass(frozen=True)
 class DenseBytes:
-    """GPU bytes of what is no routed expert: each layer, and the head (the embedding, where they are one). An embedding
-    of its own stays on the host, which reads the rows of a step's tokens."""
+    """GPU bytes of what is no routed expert: each layer, and embedding and head."""
 
     layers: tuple[int, ...]
     head: int
@@ -63,7 +62,7 @@ def dense_bytes(file: ModelFile, spec: ModelSpec) -> DenseBytes:
         if parts[0] == "blk":
             if int(parts[1]) < spec.n_layer and not _CPU_EXPERTS.search(name):
                 layers[int(parts[1])] += n_bytes
-        elif parts[0] != "token_embd" or spec.is_tied:
+        else:
             head += n_bytes
     return DenseBytes(tuple(layers), head)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListOf
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,8 +18,10 @@ from freetoken.batch import Batch, Stopped
 from freetoken.cpu.decode import Decoder
 from freetoken.errors import OptionError
 from freetoken.gguf import ModelFile
+from freetoken.gpu.verdict import choose_device
 from freetoken.kvcache import KVCache, KVShape, Sequence, n_pages_for
 from freetoken.options import EngineOptions
+from freetoken.plan import GpuPlan
 from freetoken.spec import ModelSpec
 
 __all__ = ["MAX_STEPPED", "Runner", "import_prefill"]
@@ -36,6 +38,12 @@ class LongPass(Protocol):
 
     def run(self, batch: Batch, should_stop: Callable[[], bool] | None) -> np.ndarray:
         """Logits fp32 [n_outputs, n_vocab]. Raises Stopped."""
+
+
+class Placement(Protocol):
+    """`gpu.place.Placement` as it is used here."""
+
+    plan: GpuPlan
 
 
 class OnGpu(Protocol):
@@ -61,10 +69,11 @@ class Runner:
         *,
         n_ctx: int | None = None,
         n_sequences: int = 1,
-        device: str | None = None,
+        placement: Placement | None = None,
     ) -> None:
-        """`device` is torch's name of the GPU, None runs everything on the CPU. `n_ctx` is the longest sequence (default: the options' or the model's context). n_sequences share the pages:
-        each can be full where `options.n_parallel` is given, else their total is `n_ctx`.
+        """`n_ctx` is the longest sequence (default: the options' or the model's context). n_sequences share the pages:
+        each can be full where `options.n_parallel` is given, else their total is `n_ctx`. Runs on the GPU that the
+        options name, where it can be used, or where `placement` says; a context that was not given may shrink to it.
 
         Raises ModelFileError for missing or misshapen tensors, OptionError for an unknown cache type, and EngineError
         where the cache cannot be reserved.
@@ -77,26 +86,34 @@ class Runner:
         self._file, self._numa = file, options.numa
         cpus = numa.place(options.numa)  # before weights are read
         self.n_ctx = n_ctx or options.n_ctx or spec.n_ctx_train
+        placement = placement or self._place(file, spec, options, n_sequences)
         self.n_threads = options.n_threads or native.physical_cores()
         self.n_threads_batch = options.n_threads_batch or self.n_threads
         self._n_chunk = options.n_chunk
         self._model = arch.build(file, spec)
-        n_pages = n_pages_for(self.n_ctx)
-        n_spare = n_sequences - 1  # a last page of each sequence that is not full
-        capacity = n_pages * n_sequences if options.n_parallel > 0 else n_pages + n_spare
-        shapes = [KVShape(n_kv, spec.head_dim_k, spec.head_dim_v) for n_kv in spec.n_kv]
         self._pool = _pool(self.n_threads, cpus)
         is_same = self.n_threads_batch == self.n_threads
         self._pool_batch = self._pool if is_same else _pool(self.n_threads_batch, cpus)
         self.gpu: OnGpu | None = None
-        if device is None:
+        if placement is not None:
+            self.n_ctx = placement.plan.n_ctx
+            self.cache = KVCache([], placement.plan.n_pages, options.cache_type_k)
+            self.gpu = import_gpu().GpuModel(file, spec, options, self._model, placement, self._pool)
+        else:
+            shapes = [KVShape(n_kv, spec.head_dim_k, spec.head_dim_v) for n_kv in spec.n_kv]
+            n_pages = n_pages_for(self.n_ctx)
+            n_spare = n_sequences - 1  # a last page of each sequence that is not full
+            capacity = n_pages * n_sequences if options.n_parallel > 0 else n_pages + n_spare
             self.cache = KVCache(shapes, capacity, options.cache_type_k)
             self._decoder = Decoder(self._pool, self._model, self.cache, n_pages, options.n_planes)
-        else:
-            self.cache = KVCache([], capacity, options.cache_type_k)
-            make = import_gpu_model()
-            self.gpu = make(file, spec, options, self._model, shapes, capacity, n_pages, self._pool, device)
         self._prefill: LongPass | None = None
+
+    def _place(self, file: ModelFile, spec: ModelSpec, options: EngineOptions, n_sequences: int) -> Placement | None:
+        card = choose_device(options)
+        if card is None:
+            return None
+        placed: Placement | None = import_gpu().place(file, spec, options, card, self.n_ctx, n_sequences)
+        return placed
 
     def new_sequence(self) -> Sequence:
         """An empty sequence that the caller keeps, truncates for reuse, and releases."""
@@ -195,11 +212,11 @@ class Runner:
         return self._prefill
 
 
-def import_gpu_model() -> Callable[..., OnGpu]:
-    """`gpu.model.GpuModel`, which comes with torch and triton: imported where a GPU is used."""
-    from freetoken.gpu.model import GpuModel
+def import_gpu() -> Any:
+    """`freetoken.gpu.model`, which comes with torch and triton: imported where a GPU may be used."""
+    from freetoken.gpu import model
 
-    return GpuModel
+    return model
 
 
 def import_prefill() -> Callable[..., LongPass]:

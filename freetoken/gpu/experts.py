@@ -121,8 +121,7 @@ class GpuExperts:
         """Launches that compute the pairs whose slot a list names."""
         offsets = self.memory.offsets[layer]
         gate, up, down = (
-            Bank(w.type, w.rows, w.cols, at)
-            for w, at in zip((bank.gate, bank.up, bank.down), offsets, strict=True)
+            Bank(w.type, w.rows, w.cols, at) for w, at in zip((bank.gate, bank.up, bank.down), offsets, strict=True)
         )
         sources = x[TYPE_CLASS[gate.type]], x[TYPE_CLASS[up.type]]
         n_pairs, cls = rows.shape[0], TYPE_CLASS[down.type]

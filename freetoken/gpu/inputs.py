@@ -30,10 +30,10 @@ class Inputs:
         sizes = MAX_TOKENS, MAX_TOKENS * max_pages, MAX_TOKENS
         is_cuda = device.type == "cuda"
         self._on_device = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self.positions, table, self.tokens = self._on_device.split(sizes)
+        self.positions, table, self.tokens = torch.split(self._on_device, sizes)
         self.page_table = table.view(MAX_TOKENS, max_pages)
         self._mirrors = [torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=is_cuda) for _ in range(N_MIRRORS)]
-        self._parts = [tuple(part.numpy() for part in mirror.split(sizes)) for mirror in self._mirrors]
+        self._parts = [tuple(part.numpy() for part in torch.split(mirror, sizes)) for mirror in self._mirrors]
         self._turn = 0
         self._tables: dict[int, tuple[RopeTable, torch.Tensor, set[int]]] = {}
         self.n_processors = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 1

@@ -15,22 +15,22 @@ from freetoken.batch import Batch
 from freetoken.blocks import Model
 from freetoken.errors import EngineError
 from freetoken.experts.bank import LayerBanks, expert_banks
-from freetoken.experts.memory import slot_sizes
 from freetoken.experts.pin import Pinned, Rung, pin_banks
-from freetoken.experts.slots import SizeClass, size_classes, slots_per_class
 from freetoken.gguf import ModelFile
 from freetoken.gpu import driver
 from freetoken.gpu.decode import GpuDecoder
 from freetoken.gpu.experts import GpuExperts
 from freetoken.gpu.inputs import Inputs
 from freetoken.gpu.kv import DeviceKV
+from freetoken.gpu.place import Placement, place
 from freetoken.gpu.weights import DeviceWeights
 from freetoken.kernels.activations import MAX_TOKENS
-from freetoken.kvcache import KVShape
+from freetoken.kernels.pages import PAGE
+from freetoken.kvcache import KVShape, n_pages_for
 from freetoken.options import EngineOptions
 from freetoken.spec import ModelSpec
 
-__all__ = ["GpuModel"]
+__all__ = ["GpuModel", "place"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,27 +46,26 @@ class GpuModel:
         spec: ModelSpec,
         options: EngineOptions,
         model: Model,
-        shapes: Sequence[KVShape],
-        capacity: int,
-        n_ctx_pages: int,
+        placement: Placement,
         pool: native.Pool,
-        device: torch.device | str,
     ) -> None:
-        """`capacity` pages of keys and values for all sequences, of which one takes at most n_ctx_pages."""
+        """`pool` decodes weights of types without a kernel."""
         started = time.monotonic()
-        device = torch.device(device)
-        self.device = device
+        plan = self.plan = placement.plan
+        device = self.device = torch.device(placement.device)
+        shapes = [KVShape(n_kv, spec.head_dim_k, spec.head_dim_v) for n_kv in spec.n_kv]
+        n_ctx_pages = n_pages_for(plan.n_ctx)
         self.max_stepped = 1 << 30
         self._pinned: Pinned | None = None
-        kv = DeviceKV(shapes, capacity, options.cache_type_k, device)
+        kv = DeviceKV(shapes, plan.n_pages, options.cache_type_k, device)
         self._weights = DeviceWeights(device, pool)
         inputs = Inputs(n_ctx_pages, kv.spare, device)
         self.experts: GpuExperts | None = None
         if spec.is_moe:
             self.experts = self._expert_slots(file, spec, options)
-        n_positions = n_ctx_pages * native.KV_PAGE
+        n_positions = n_ctx_pages * PAGE
         self._decoder = GpuDecoder(model, self._weights, kv, inputs, self.experts, n_positions, options.n_planes)
-        logger.info("GPU: %.2f GiB of keys and values, ready in %.2f s", kv.n_bytes / 2**30, time.monotonic() - started)
+        logger.info("%s: weights and cache ready in %.2f s", device, time.monotonic() - started)
 
     def run(self, batch: Batch, should_stop: Callable[[], bool] | None) -> np.ndarray:
         """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab]. Raises Stopped."""
@@ -83,16 +82,14 @@ class GpuModel:
 
     def _expert_slots(self, file: ModelFile, spec: ModelSpec, options: EngineOptions) -> GpuExperts:
         layers: Sequence[LayerBanks | None] = expert_banks(spec, file)
-        classes = size_classes(slot_sizes(layers))
-        n_slots = _n_slots(options, spec, classes, self.device)
         if self.device.type == "cuda":
             self._pinned = self._pin(layers)
             layers = self._pinned.layers
-        experts = GpuExperts(layers, classes, n_slots, spec.n_expert_used, self.device, n_planes=options.n_planes)
-        experts.load_residents()
-        logger.info(
-            "experts: %s, slots %s of %s", "fused" if experts.is_fused else "offload", n_slots, spec.n_expert
+        plan = self.plan
+        experts = GpuExperts(
+            layers, plan.classes, plan.n_slots, spec.n_expert_used, self.device, n_planes=options.n_planes
         )
+        experts.load_residents()
         return experts
 
     def _pin(self, layers: Sequence[LayerBanks | None]) -> Pinned:
@@ -118,17 +115,3 @@ def _pinned_memory(n_bytes: int) -> np.ndarray | None:
         return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True).numpy()
     except RuntimeError:
         return None
-
-
-def _n_slots(
-    options: EngineOptions, spec: ModelSpec, classes: tuple[SizeClass, ...], device: torch.device
-) -> tuple[int, ...]:
-    """Slots of each size class."""
-    wanted = tuple(len(c.layers) * spec.n_expert for c in classes)
-    total = sum(n * c.slot_bytes for n, c in zip(wanted, classes, strict=True))
-    budget = torch.cuda.mem_get_info(device)[0] - 2**30 if device.type == "cuda" else total
-    if options.moe_cache_rate:
-        budget = int(total * options.moe_cache_rate)
-    if total <= budget:
-        return wanted
-    return slots_per_class(classes, spec.n_expert, budget, 2 * MAX_TOKENS * spec.n_expert_used)
