@@ -22,9 +22,10 @@ from freetoken.gpu.verdict import choose_device
 from freetoken.kvcache import KVCache, KVShape, Sequence, n_pages_for
 from freetoken.options import EngineOptions
 from freetoken.plan import GpuPlan
+from freetoken.sampler import Sampler
 from freetoken.spec import ModelSpec
 
-__all__ = ["MAX_STEPPED", "Runner", "import_prefill"]
+__all__ = ["MAX_STEPPED", "Launched", "Runner", "import_prefill"]
 
 MAX_STEPPED = 48
 """Chunks up to this long run as decode steps of 8 tokens: their bits are those of tokens that come one by one, and
@@ -55,7 +56,17 @@ class OnGpu(Protocol):
     def run(self, batch: Batch, should_stop: Callable[[], bool] | None) -> np.ndarray:
         """Logits fp32 [n_outputs, n_vocab]. Raises Stopped."""
 
+    def launch(self, batch: Batch, chains: ListOf[Any], uniforms: ListOf[float], *, follows: bool) -> Launched:
+        """Start a decode step that samples."""
+
     def close(self) -> None: ...
+
+
+class Launched(Protocol):
+    """A decode step under way that samples its tokens itself."""
+
+    def wait(self) -> tuple[list[int], list[int]]:
+        """Tokens, and for each 0, or 1 where the host must sample it."""
 
 
 class Runner:
@@ -170,6 +181,24 @@ class Runner:
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.extend([token])
         return logits[0] if len(logits) == 1 else np.concatenate(logits)
+
+    def chains(self, samplers: ListOf[Sampler]) -> list[Any] | None:
+        """How the GPU samples for these requests, None where the host must for one of them, or the device is none."""
+        if self.gpu is None or len(samplers) > native.MAX_TOKENS:
+            return None
+        found = [import_gpu().device_chain(sampler) for sampler in samplers]
+        return None if None in found else found
+
+    def launch(
+        self, sequences: ListOf[Sequence], tokens: ListOf[int], chains: ListOf[Any], uniforms: ListOf[float], ahead: int
+    ) -> Launched:
+        """Start a decode step that samples, with `ahead` others of these sequences under way; if there are any it takes
+        the last one's tokens. The caller has reserved room, and counts the tokens in the sequences when it has them.
+        """
+        assert self.gpu is not None
+        positions = np.asarray([len(s) + ahead for s in sequences], np.int32)
+        batch = Batch(np.asarray(tokens, np.int32), positions, [s.page_table for s in sequences], len(sequences))
+        return self.gpu.launch(batch, chains, uniforms, follows=ahead > 0)
 
     def close(self) -> None:
         """Free the GPU and end the threads. The runner must not be used afterwards."""

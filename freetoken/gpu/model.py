@@ -18,19 +18,21 @@ from freetoken.experts.bank import LayerBanks, expert_banks
 from freetoken.experts.pin import Pinned, Rung, pin_banks
 from freetoken.gguf import ModelFile
 from freetoken.gpu import driver
-from freetoken.gpu.decode import GpuDecoder
+from freetoken.gpu.chain import DeviceParams, device_chain
+from freetoken.gpu.decode import GpuDecoder, Step
 from freetoken.gpu.experts import GpuExperts
-from freetoken.gpu.inputs import Inputs
+from freetoken.gpu.inputs import Draws, Inputs
 from freetoken.gpu.kv import DeviceKV
 from freetoken.gpu.place import Placement, place
 from freetoken.gpu.weights import DeviceWeights
 from freetoken.kernels.activations import MAX_TOKENS
 from freetoken.kernels.pages import PAGE
+from freetoken.kernels.sampler import N_FIELDS
 from freetoken.kvcache import KVShape, n_pages_for
 from freetoken.options import EngineOptions
 from freetoken.spec import ModelSpec
 
-__all__ = ["GpuModel", "place"]
+__all__ = ["GpuModel", "device_chain", "place"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,15 @@ class GpuModel:
         """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab]. Raises Stopped."""
         assert batch.n <= MAX_TOKENS
         return self._decoder.run(batch)
+
+    def launch(
+        self, batch: Batch, chains: Sequence[DeviceParams], uniforms: Sequence[float], *, follows: bool
+    ) -> Step:
+        """Start a decode step that samples its tokens itself (`GpuDecoder.launch`)."""
+        params = np.zeros((batch.n, N_FIELDS), np.int32)
+        for row, chain in zip(params, chains, strict=True):
+            chain.write(row)
+        return self._decoder.launch(batch, Draws(params, np.asarray(uniforms, np.float64)), follows=follows)
 
     def close(self) -> None:
         """Unlock the experts' pages. The model must not be used afterwards."""
