@@ -23,7 +23,7 @@ import torch
 
 from freetoken import native
 from freetoken.errors import EngineError
-from freetoken.experts.bank import Bank, LayerBanks, Span
+from freetoken.experts.bank import Bank, LayerBanks
 
 __all__ = ["ExpertPool", "ExpertStream", "Part", "choose_plan"]
 
@@ -59,8 +59,13 @@ class ExpertPool(Protocol):
     def slot_of(self) -> np.ndarray:
         """int32 [n_layer, n_expert]: slots on the host, -1 for none. May wait for the device."""
 
-    def pieces(self, span: Span) -> list[Span]:
-        """A span of the file cut where a copy must not go on (bank.PinPlan.pieces)."""
+    @property
+    def n_used(self) -> int:
+        """Experts of a token."""
+
+    @property
+    def edges(self) -> Sequence[int]:
+        """Host addresses at which locked ranges begin: no copy may cross one."""
 
 
 def choose_plan(n_tokens: int, layer: LayerBanks, n_used: int, n_missing: float) -> str:
@@ -199,7 +204,7 @@ class ExpertStream:
 
     # --- a chunk -----------------------------------------------------------------------------------------------------
 
-    def begin(self, n_tokens: int, n_used: int, n_outputs: int, plan: str | None = None) -> str:
+    def begin(self, n_tokens: int, n_outputs: int, plan: str | None = None) -> str:
         """Start a chunk; returns the plan, by default the cheaper one. The last layer sees n_outputs tokens only, so it
         is never streamed ahead unless they are many."""
         self.refresh()
@@ -214,7 +219,7 @@ class ExpertStream:
             plan = "on_demand"
             if largest is not None:
                 mean = sum(n_missing.values()) / len(missing)
-                plan = choose_plan(n_tokens, _banks(layers[largest]), n_used, mean)
+                plan = choose_plan(n_tokens, _banks(layers[largest]), self._pool.n_used, mean)
         ahead = missing if plan == "stream" else []
         last = max(layers, default=-1)
         if ahead and ahead[-1] == last and n_outputs < n_tokens // 4:
@@ -256,7 +261,8 @@ class ExpertStream:
 
     def _cuts(self, layer: LayerBanks) -> list[list[int]]:
         """For each bank the bytes, from its start, at which a copy must not go on."""
-        return [[p.start - bank.span.start for p in self._pool.pieces(bank.span)[1:]] for bank in layer.banks]
+        edges = sorted(self._pool.edges)
+        return [[e - bank.address for e in edges if 0 < e - bank.address < bank.data.nbytes] for bank in layer.banks]
 
     def _units_of(self, number: int, layer: LayerBanks) -> list[Unit]:
         n_expert = layer.banks[0].n_expert
@@ -281,7 +287,14 @@ class ExpertStream:
         return np.asarray(self._slot_of[unit.layer, unit.first : unit.end] < 0)
 
     def _take_buffer(self) -> int:
-        """The next buffer that no unit ahead waits in; copies into it come after its last use."""
+        """The next buffer that no unit ahead waits in; copies into it come after its last use.
+
+        Where both wait, what was staged last has to go: an expert has lost its slot since the chunk began.
+        """
+        if len(self._ahead) == 2:
+            key, dropped = self._ahead.popitem()
+            self._queue.insert(0, next(u for u in self._units[key[0]] if u.first == key[1]))
+            self._is_free[dropped.buffer] = self.copies.computed()
         held = {staged.buffer for staged in self._ahead.values()}
         buffer = next(b for b in (self._next_buffer, 1 - self._next_buffer) if b not in held)
         self._next_buffer = 1 - buffer
