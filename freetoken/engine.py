@@ -179,6 +179,10 @@ class Engine:
             for s in self._slots
         ]
 
+    def expert_counters(self) -> np.ndarray | None:
+        """int64 [n_layer, 5] by `experts.slots.COUNTERS`, None where no experts take slots. Stops no step."""
+        return self._runner.expert_counters() if self._state is EngineState.READY else None
+
     # --- the engine thread ---------------------------------------------------------------------------------------
 
     def _main(self) -> None:
@@ -321,7 +325,7 @@ class Engine:
     def _prefill(self, slots: list[Slot]) -> None:
         slot = slots[0]
         assert slot.request is not None
-        chunk = slot.todo[: self._options.n_chunk]
+        chunk = slot.todo[: self._runner.n_chunk]
         is_last = len(chunk) == len(slot.todo)
         request = slot.request
         logits = self._runner.prefill(slot.sequence, chunk, want_logits=is_last, should_stop=request.cancelled.is_set)

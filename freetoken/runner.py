@@ -52,9 +52,13 @@ class OnGpu(Protocol):
 
     max_stepped: int
     """Chunks up to this long run as decode steps."""
+    n_chunk: int
 
     def run(self, batch: Batch, should_stop: Callable[[], bool] | None) -> np.ndarray:
         """Logits fp32 [n_outputs, n_vocab]. Raises Stopped."""
+
+    def expert_counters(self) -> np.ndarray | None:
+        """Of all layers, None without experts."""
 
     def launch(self, batch: Batch, chains: ListOf[Any], uniforms: ListOf[float], *, follows: bool) -> Launched:
         """Start a decode step that samples."""
@@ -100,7 +104,7 @@ class Runner:
         placement = placement or self._place(file, spec, options, n_sequences)
         self.n_threads = options.n_threads or native.physical_cores()
         self.n_threads_batch = options.n_threads_batch or self.n_threads
-        self._n_chunk = options.n_chunk
+        self.n_chunk = options.n_chunk
         self._model = arch.build(file, spec)
         self._pool = _pool(self.n_threads, cpus)
         is_same = self.n_threads_batch == self.n_threads
@@ -109,7 +113,8 @@ class Runner:
         if placement is not None:
             self.n_ctx = placement.plan.n_ctx
             self.cache = KVCache([], placement.plan.n_pages, options.cache_type_k)
-            self.gpu = import_gpu().GpuModel(file, spec, options, self._model, placement, self._pool)
+            gpu: OnGpu = import_gpu().GpuModel(file, spec, options, self._model, placement, self._pool)
+            self.gpu, self.n_chunk = gpu, gpu.n_chunk
         else:
             shapes = [KVShape(n_kv, spec.head_dim_k, spec.head_dim_v) for n_kv in spec.n_kv]
             n_pages = n_pages_for(self.n_ctx)
@@ -182,6 +187,10 @@ class Runner:
             sequence.extend([token])
         return logits[0] if len(logits) == 1 else np.concatenate(logits)
 
+    def expert_counters(self) -> np.ndarray | None:
+        """int64 [n_layer, 5] by `experts.slots.COUNTERS`, None where no experts take slots."""
+        return None if self.gpu is None else self.gpu.expert_counters()
+
     def chains(self, samplers: ListOf[Sampler]) -> list[Any] | None:
         """How the GPU samples for these requests, None where the host must for one of them, or the device is none."""
         if self.gpu is None or len(samplers) > native.MAX_TOKENS:
@@ -209,8 +218,8 @@ class Runner:
 
     def _pieces(self, tokens: ListOf[int]) -> Iterator[ListOf[int]]:
         """What runs at once: chunks of `EngineOptions.n_chunk`, short ones cut into steps."""
-        for first in range(0, len(tokens), self._n_chunk):
-            chunk = tokens[first : first + self._n_chunk]
+        for first in range(0, len(tokens), self.n_chunk):
+            chunk = tokens[first : first + self.n_chunk]
             max_stepped = MAX_STEPPED if self.gpu is None else self.gpu.max_stepped
             size = native.MAX_TOKENS if len(chunk) <= max_stepped else len(chunk)
             for at in range(0, len(chunk), size):

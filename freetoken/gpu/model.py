@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -20,16 +21,18 @@ from freetoken.gguf import ModelFile
 from freetoken.gpu import driver
 from freetoken.gpu.chain import DeviceParams, device_chain
 from freetoken.gpu.decode import GpuDecoder, Step
-from freetoken.gpu.experts import GpuExperts
+from freetoken.gpu.experts import GpuExperts, Staging
 from freetoken.gpu.inputs import Draws, Inputs
 from freetoken.gpu.kv import DeviceKV
 from freetoken.gpu.place import Placement, place
+from freetoken.gpu.prefill import Prefill
 from freetoken.gpu.weights import DeviceWeights
 from freetoken.kernels.activations import MAX_TOKENS
 from freetoken.kernels.pages import PAGE
 from freetoken.kernels.sampler import N_FIELDS
 from freetoken.kvcache import KVShape, n_pages_for
 from freetoken.options import EngineOptions
+from freetoken.plan import GpuPlan
 from freetoken.spec import ModelSpec
 
 __all__ = ["GpuModel", "device_chain", "place"]
@@ -37,6 +40,10 @@ __all__ = ["GpuModel", "device_chain", "place"]
 logger = logging.getLogger(__name__)
 
 N_PIN_THREADS = 4
+MAX_STEPPED = 1 << 30
+"""Prompts run as decode steps, whatever their length, where no buffer is left for whole layers."""
+N_CHUNK = 4096
+"""Tokens of a prefill chunk where -b and -ub are not given: the experts are streamed once for each."""
 
 
 class GpuModel:
@@ -57,22 +64,34 @@ class GpuModel:
         device = self.device = torch.device(placement.device)
         shapes = [KVShape(n_kv, spec.head_dim_k, spec.head_dim_v) for n_kv in spec.n_kv]
         n_ctx_pages = n_pages_for(plan.n_ctx)
-        self.max_stepped = 1 << 30
+        streams = plan.backend != "offload" or plan.n_buffers > 0
+        self.max_stepped = MAX_TOKENS if streams else MAX_STEPPED
+        self.n_chunk = options.n_chunk if options.n_chunk != EngineOptions().n_chunk else N_CHUNK
         self._pinned: Pinned | None = None
         kv = DeviceKV(shapes, plan.n_pages, options.cache_type_k, device)
         self._weights = DeviceWeights(device, pool)
+        self._model, self._kv = model, kv
+        self._prefill: Prefill | None = None
         inputs = Inputs(n_ctx_pages, kv.spare, device)
         self.experts: GpuExperts | None = None
         if spec.is_moe:
             self.experts = self._expert_slots(file, spec, options)
         n_positions = n_ctx_pages * PAGE
-        self._decoder = GpuDecoder(model, self._weights, kv, inputs, self.experts, n_positions, options.n_planes)
+        self.decoder = GpuDecoder(model, self._weights, kv, inputs, self.experts, n_positions, options.n_planes)
         logger.info("%s: weights and cache ready in %.2f s", device, time.monotonic() - started)
 
     def run(self, batch: Batch, should_stop: Callable[[], bool] | None) -> np.ndarray:
         """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab]. Raises Stopped."""
-        assert batch.n <= MAX_TOKENS
-        return self._decoder.run(batch)
+        if batch.n <= MAX_TOKENS:
+            return self.decoder.run(batch)
+        with self.experts.streaming() if self.experts is not None else nullcontext():
+            logits = self._long_pass().run(batch, should_stop)
+        found: np.ndarray = logits.cpu().numpy()
+        return found
+
+    def expert_counters(self) -> np.ndarray | None:
+        """int64 [n_layer, 5] by `experts.slots.COUNTERS`, None without experts."""
+        return None if self.experts is None else self.experts.counters()
 
     def launch(
         self, batch: Batch, chains: Sequence[DeviceParams], uniforms: Sequence[float], *, follows: bool
@@ -81,7 +100,15 @@ class GpuModel:
         params = np.zeros((batch.n, N_FIELDS), np.int32)
         for row, chain in zip(params, chains, strict=True):
             chain.write(row)
-        return self._decoder.launch(batch, Draws(params, np.asarray(uniforms, np.float64)), follows=follows)
+        return self.decoder.launch(batch, Draws(params, np.asarray(uniforms, np.float64)), follows=follows)
+
+    def _long_pass(self) -> Prefill:
+        if self._prefill is None:
+            self.decoder.program(1, 1, 1)  # matrices are joined as its launches want them, so it comes first
+            self._prefill = Prefill(
+                self._model, self._weights, self._kv, self.decoder.head_logits, self.device, self.experts
+            )
+        return self._prefill
 
     def close(self) -> None:
         """Unlock the experts' pages. The model must not be used afterwards."""
@@ -98,7 +125,14 @@ class GpuModel:
             layers = self._pinned.layers
         plan = self.plan
         experts = GpuExperts(
-            layers, plan.classes, plan.n_slots, spec.n_expert_used, self.device, n_planes=options.n_planes
+            layers,
+            plan.classes,
+            plan.n_slots,
+            spec.n_expert_used,
+            self.device,
+            n_planes=options.n_planes,
+            staging=_staging(plan),
+            edges=() if self._pinned is None else self._pinned.edges,
         )
         experts.load_residents()
         return experts
@@ -119,6 +153,14 @@ class GpuModel:
                 "to locked memory: raise the limit on locked memory (ulimit -l), or run on the CPU with -ngl 0"
             )
         return pinned
+
+
+def _staging(plan: GpuPlan) -> Staging | None:
+    """The last slots of the pool that the plan names."""
+    if plan.buffer_pool is None or not plan.n_buffers:
+        return None
+    n = plan.n_buffers * plan.buffer_slots
+    return Staging(plan.buffer_pool, plan.n_slots[plan.buffer_pool] - n, n)
 
 
 def _pinned_memory(n_bytes: int) -> np.ndarray | None:

@@ -11,6 +11,7 @@ import torch
 from freetoken import native
 from freetoken.blocks import Weight
 from freetoken.kernels import layout
+from freetoken.kernels.embed import EmbeddingTable, embed
 from freetoken.kernels.matvec import TYPE_CLASS, Matrix
 from freetoken.quants import GgmlType
 
@@ -66,6 +67,14 @@ class DeviceWeights:
             self._vectors[id(values)] = values, tensor
             self.n_bytes += tensor.nbytes
         return self._vectors[id(values)][1]
+
+    def embed(self, weight: Weight, tokens: np.ndarray) -> torch.Tensor:
+        """Rows of the token embedding, fp32 [n, cols]."""
+        n = len(tokens)
+        out = torch.empty((n, weight.cols), dtype=torch.float32, device=self.device)
+        table = EmbeddingTable.of(self.matrix(weight), n)
+        embed(table, torch.from_numpy(tokens.astype(np.int32)).to(self.device), out)
+        return out
 
     def _upload(self, weights: list[Weight]) -> Matrix:
         type_id, cols = weights[0].type, weights[0].cols

@@ -97,9 +97,9 @@ def logit_of(order):
 
 
 @triton.jit
-def field(params, NUMBER: tl.constexpr):
+def field(settings, NUMBER: tl.constexpr):
     """A parameter of fp32."""
-    return tl.load(params + NUMBER).to(tl.float32, bitcast=True)
+    return tl.load(settings + NUMBER).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -118,14 +118,14 @@ def reached_by(maxima, k, N_GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr):
 
 @triton.jit
 def top_kernel(
-    logits, params, best, arrived, top, reached, maxima, tokens, status,
+    logits, settings, best, arrived, top, reached, maxima, tokens, status,
     N: tl.constexpr, N_PARTS: tl.constexpr, PART: tl.constexpr,
     GROUP: tl.constexpr, N_GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The largest of PART logits and of each GROUP of them; the program that comes last of a row looks at all parts."""
     part = tl.program_id(0)
     row = tl.program_id(1)
-    mode = tl.load(params + row * FIELDS)
+    mode = tl.load(settings + row * FIELDS)
     if mode == HOST:
         if part == 0:
             tl.store(tokens + row, 0)
@@ -147,7 +147,7 @@ def top_kernel(
             tl.store(tokens + row, token_of(of_row))
             tl.store(status + row, tl.where(is_finite, 0, 1))
             if mode == LISTED:
-                k = tl.load(params + row * FIELDS + 1)
+                k = tl.load(settings + row * FIELDS + 1)
                 tl.store(reached + row, reached_by(maxima + row * N_GROUPS, k, N_GROUPS, GROUPS_BLOCK))
             tl.store(best + row, NOTHING)
             tl.store(arrived + row, 0)
@@ -182,11 +182,11 @@ def sort_list(listed, ordered, n, SIZE: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def draw_of_list(ordered, n, params, u, SIZE: tl.constexpr):
+def draw_of_list(ordered, n, settings, u, SIZE: tl.constexpr):
     """A token of n sorted keys by top_k, top_p, min_p and temperature."""
-    min_keep = tl.load(params + 2)
-    temperature = field(params, 5)
-    n = tl.minimum(n, tl.load(params + 1))
+    min_keep = tl.load(settings + 2)
+    temperature = field(settings, 5)
+    n = tl.minimum(n, tl.load(settings + 1))
     i = tl.arange(0, SIZE)
     first = tl.load(ordered)
     top = logit_of((first >> 32).to(tl.int32))
@@ -194,11 +194,11 @@ def draw_of_list(ordered, n, params, u, SIZE: tl.constexpr):
     x = tl.where(i < n, logit_of((keys >> 32).to(tl.int32)), top)
 
     weight = tl.where(i < n, exp(tl.maximum(x - top, -100.0)), 0.0).to(tl.float64)
-    wanted = field(params, 3).to(tl.float64) * tl.sum(weight, axis=0)
+    wanted = field(settings, 3).to(tl.float64) * tl.sum(weight, axis=0)
     is_enough = (tl.cumsum(weight, axis=0) >= wanted) & (i + 1 >= min_keep) & (i < n)
     n = tl.minimum(tl.min(tl.where(is_enough, i, SIZE), axis=0) + 1, n)
 
-    passed = tl.sum(((x >= top + field(params, 4)) & (i < n)).to(tl.int32), axis=0)
+    passed = tl.sum(((x >= top + field(settings, 4)) & (i < n)).to(tl.int32), axis=0)
     n = tl.minimum(tl.maximum(passed, tl.maximum(min_keep, 1)), n)
 
     place = 0
@@ -212,16 +212,16 @@ def draw_of_list(ordered, n, params, u, SIZE: tl.constexpr):
 
 
 @triton.jit
-def weights_of_part(logits, token, N: tl.constexpr, top, scaled_top, params):
+def weights_of_part(logits, token, N: tl.constexpr, top, scaled_top, settings):
     """fp64 weights of these tokens in a draw of all; 0 of those that min_p cuts."""
     x = tl.load(logits + token, mask=token < N, other=float("-inf"))
-    weight = weights_of(x, scaled_top, field(params, 5))
-    return tl.where((x >= top + field(params, 4)) & (token < N), weight, 0.0).to(tl.float64)
+    weight = weights_of(x, scaled_top, field(settings, 5))
+    return tl.where((x >= top + field(settings, 4)) & (token < N), weight, 0.0).to(tl.float64)
 
 
 @triton.jit
 def draw_of_parts(
-    logits, sums, top, scaled_top, params, u,
+    logits, sums, top, scaled_top, settings, u,
     N: tl.constexpr, N_PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """The token in which the sum of weights passes u times their total: first its part, then within the part."""
@@ -235,7 +235,7 @@ def draw_of_parts(
     before = tl.sum(tl.where(part == number - 1, upto, 0.0), axis=0)
 
     i = tl.arange(0, PART)
-    weight = weights_of_part(logits, number * PART + i, N, top, scaled_top, params)
+    weight = weights_of_part(logits, number * PART + i, N, top, scaled_top, settings)
     is_past = (before + tl.cumsum(weight, axis=0) > border) & (weight > 0.0)
     last = tl.max(tl.where(weight > 0.0, i, 0), axis=0)
     return number * PART + tl.minimum(tl.min(tl.where(is_past, i, PART), axis=0), last)
@@ -243,15 +243,15 @@ def draw_of_parts(
 
 @triton.jit
 def choose_kernel(
-    logits, params, uniforms, top, reached, arrived, n_listed, listed, ordered, sums, tokens, status,
+    logits, settings, uniforms, top, reached, arrived, n_listed, listed, ordered, sums, tokens, status,
     N: tl.constexpr, N_PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr, PART: tl.constexpr,
     LIST: tl.constexpr, SHORT_LIST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Each program gathers or sums PART logits; the one that comes last of a row draws."""
     part = tl.program_id(0)
     row = tl.program_id(1)
-    params += row * FIELDS
-    mode = tl.load(params)
+    settings += row * FIELDS
+    mode = tl.load(settings)
     logits += row.to(tl.int64) * N
     is_open = tl.load(status + row) == 0
     token = part * PART + tl.arange(0, PART)
@@ -272,22 +272,22 @@ def choose_kernel(
                 tl.store(status + row, 1)
             elif n > SHORT_LIST:
                 sort_list(listed + row * LIST, ordered + row * LIST, n, LIST, TILE)
-                tl.store(tokens + row, draw_of_list(ordered + row * LIST, n, params, u, LIST))
+                tl.store(tokens + row, draw_of_list(ordered + row * LIST, n, settings, u, LIST))
             else:
                 sort_list(listed + row * LIST, ordered + row * LIST, n, SHORT_LIST, TILE)
-                tl.store(tokens + row, draw_of_list(ordered + row * LIST, n, params, u, SHORT_LIST))
+                tl.store(tokens + row, draw_of_list(ordered + row * LIST, n, settings, u, SHORT_LIST))
     if is_open & (mode == ALL):
         largest_logit = logit_of((tl.load(top + row) >> 32).to(tl.int32))
-        scaled_top = scale_top(largest_logit, field(params, 5))
+        scaled_top = scale_top(largest_logit, field(settings, 5))
         if tl.abs(scaled_top) < float("inf"):  # else the largest stays
-            weight = weights_of_part(logits, token, N, largest_logit, scaled_top, params)
+            weight = weights_of_part(logits, token, N, largest_logit, scaled_top, settings)
             tl.store(sums + row * N_PARTS + part, tl.sum(weight, axis=0))
             tl.debug_barrier()  # the sum is written
             if tl.atomic_add(arrived + row, 1, sem="acq_rel") == N_PARTS - 1:
                 tl.store(arrived + row, 0)
                 u = tl.load(uniforms + row)
                 drawn = draw_of_parts(
-                    logits, sums + row * N_PARTS, largest_logit, scaled_top, params, u, N, N_PARTS, PARTS_BLOCK, PART
+                    logits, sums + row * N_PARTS, largest_logit, scaled_top, settings, u, N, N_PARTS, PARTS_BLOCK, PART
                 )
                 tl.store(tokens + row, drawn)
 
