@@ -16,6 +16,7 @@ import triton.language as tl
 
 from freetoken.kernels.checks import check, next_power_of_2
 from freetoken.kernels.functions import exp
+from freetoken.kernels.launch import options, wait
 from freetoken.kernels.router import order_of
 
 __all__ = ["MAX_TOP_K", "N_FIELDS", "Mode", "SampleRoom", "argmax", "sample"]
@@ -71,8 +72,10 @@ def largest(logits, token, mask):
 
 
 @triton.jit
-def argmax_kernel(logits, best, arrived, tokens, N: tl.constexpr, N_PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def argmax_kernel(logits, best, arrived, tokens, N: tl.constexpr, N_PARTS: tl.constexpr, BLOCK: tl.constexpr,
+                  IS_CHAINED: tl.constexpr):  # fmt: skip
     """The largest of BLOCK logits; the program that comes last of a row takes the largest of all parts."""
+    wait(IS_CHAINED)
     part = tl.program_id(0)
     row = tl.program_id(1)
     token = part * BLOCK + tl.arange(0, BLOCK)
@@ -304,7 +307,7 @@ def argmax(logits: torch.Tensor, best: torch.Tensor, arrived: torch.Tensor, toke
     check("tokens", tokens, torch.int32, n)
     n_parts = -(-n_vocab // BLOCK)
     argmax_kernel[(n_parts, n)](
-        logits, best, arrived, tokens, N=n_vocab, N_PARTS=n_parts, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False
+        logits, best, arrived, tokens, N=n_vocab, N_PARTS=n_parts, BLOCK=BLOCK, num_warps=4, **options(logits)
     )
 
 
