@@ -250,9 +250,9 @@ def check_compiles(n_vocab: int, archs: tuple[int, ...]) -> None:
     def power(n: int) -> int:
         return 1 << (n - 1).bit_length()
 
-    first = ("logits", "params", "best", "arrived", "top", "reached", "maxima", "tokens", "status")
+    first = ("logits", "settings", "best", "arrived", "top", "reached", "maxima", "tokens", "status")
     of_groups = {"GROUP": power(-(-n_vocab // MAX_GROUPS)), "N_GROUPS": n_groups, "GROUPS_BLOCK": power(n_groups)}
-    second = ("logits", "params", "uniforms", "top", "reached", "arrived", "n_listed", "listed", "ordered", "sums")
+    second = ("logits", "settings", "uniforms", "top", "reached", "arrived", "n_listed", "listed", "ordered", "sums")
     of_lists = {"PARTS_BLOCK": power(n_parts), "LIST": LIST, "SHORT_LIST": SHORT_LIST, "TILE": TILE}
     for name, pointers, more in (
         ("top_kernel", first, of_groups),
