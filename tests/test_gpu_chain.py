@@ -14,7 +14,7 @@ from gpu_compile import ARCHITECTURES, QUICK, compile_kernel
 from test_sampler import Words
 
 from freetoken.gpu.chain import DeviceParams, device_chain
-from freetoken.kernels.sampler import LIST, MAX_GROUPS, N_FIELDS, PART, SHORT_LIST, TILE, Mode, SampleRoom, sample
+from freetoken.kernels.sampler import LIST, MAX_GROUPS, MAX_TOP_K, N_FIELDS, PART, TILE, Mode, SampleRoom, sample
 from freetoken.request import SamplingParams
 from freetoken.sampler import Sampler
 
@@ -253,7 +253,7 @@ def check_compiles(n_vocab: int, archs: tuple[int, ...]) -> None:
     first = ("logits", "params", "best", "arrived", "top", "reached", "maxima", "tokens", "status")
     of_groups = {"GROUP": power(-(-n_vocab // MAX_GROUPS)), "N_GROUPS": n_groups, "GROUPS_BLOCK": power(n_groups)}
     second = ("logits", "params", "uniforms", "top", "reached", "arrived", "n_listed", "listed", "ordered", "sums")
-    of_lists = {"PARTS_BLOCK": power(n_parts), "LIST": LIST, "SHORT_LIST": SHORT_LIST, "TILE": TILE}
+    of_lists = {"PARTS_BLOCK": power(n_parts), "LIST": LIST, "SORTED": MAX_TOP_K, "TILE": TILE}
     for name, pointers, more in (
         ("top_kernel", first, of_groups),
         ("choose_kernel", (*second, "tokens", "status"), of_lists),

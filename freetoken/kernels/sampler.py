@@ -27,9 +27,10 @@ MAX_GROUPS = 4096
 """Groups of tokens of which the first launch notes the largest logit: as many as one program can look through."""
 LIST = 1024
 """Candidates that can be gathered; a row with more of them is left to the host."""
-SHORT_LIST = 256
-TILE = 64
 MAX_TOP_K = 256
+"""So many candidates are sorted."""
+TILE = 32
+"""Candidates that the sort compares at a time with all others."""
 
 
 class Mode(IntEnum):
@@ -167,23 +168,26 @@ def weights_of(x, scaled_top, temperature):
 
 @triton.jit
 def sort_list(listed, ordered, n, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Write n keys, all different, to `ordered`, the greatest first: each goes where its rank says."""
-    i = tl.arange(0, SIZE)
-    keys = tl.load(listed + i, mask=i < n, other=NOTHING)
-    rank = tl.zeros([SIZE], tl.int32)
-    start = 0
-    while start < n:  # Triton's interpreter has no range over numbers of the device
-        at = start + tl.arange(0, TILE)
-        others = tl.load(listed + at, mask=at < n, other=NOTHING)
-        rank += tl.sum((others[None, :] > keys[:, None]).to(tl.int32), axis=1)
-        start += TILE
-    tl.store(ordered + rank, keys, mask=i < n)
-    tl.debug_barrier()
+    """Write the SIZE greatest of n keys, all different, to `ordered`, the greatest first: a key's place is its rank."""
+    first = 0
+    while first < n:  # Triton's interpreter has no range over numbers of the device
+        i = first + tl.arange(0, SIZE)
+        keys = tl.load(listed + i, mask=i < n, other=NOTHING)
+        rank = tl.zeros([SIZE], tl.int32)
+        start = 0
+        while start < n:
+            at = start + tl.arange(0, TILE)
+            others = tl.load(listed + at, mask=at < n, other=NOTHING)
+            rank += tl.sum((others[:, None] > keys[None, :]).to(tl.int32), axis=0)
+            start += TILE
+        tl.store(ordered + rank, keys, mask=(i < n) & (rank < SIZE))
+        first += SIZE
+    tl.debug_barrier()  # all keys are in place
 
 
 @triton.jit
 def draw_of_list(ordered, n, params, u, SIZE: tl.constexpr):
-    """A token of n sorted keys by top_k, top_p, min_p and temperature."""
+    """A token of the first of n sorted keys by top_k, top_p, min_p and temperature."""
     min_keep = tl.load(params + 2)
     temperature = field(params, 5)
     n = tl.minimum(n, tl.load(params + 1))
@@ -245,7 +249,7 @@ def draw_of_parts(
 def choose_kernel(
     logits, params, uniforms, top, reached, arrived, n_listed, listed, ordered, sums, tokens, status,
     N: tl.constexpr, N_PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr, PART: tl.constexpr,
-    LIST: tl.constexpr, SHORT_LIST: tl.constexpr, TILE: tl.constexpr,
+    LIST: tl.constexpr, SORTED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Each program gathers or sums PART logits; the one that comes last of a row draws."""
     part = tl.program_id(0)
@@ -270,12 +274,9 @@ def choose_kernel(
             u = tl.load(uniforms + row)
             if n > LIST:
                 tl.store(status + row, 1)
-            elif n > SHORT_LIST:
-                sort_list(listed + row * LIST, ordered + row * LIST, n, LIST, TILE)
-                tl.store(tokens + row, draw_of_list(ordered + row * LIST, n, params, u, LIST))
             else:
-                sort_list(listed + row * LIST, ordered + row * LIST, n, SHORT_LIST, TILE)
-                tl.store(tokens + row, draw_of_list(ordered + row * LIST, n, params, u, SHORT_LIST))
+                sort_list(listed + row * LIST, ordered + row * SORTED, n, SORTED, TILE)
+                tl.store(tokens + row, draw_of_list(ordered + row * SORTED, n, params, u, SORTED))
     if is_open & (mode == ALL):
         largest_logit = logit_of((tl.load(top + row) >> 32).to(tl.int32))
         scaled_top = scale_top(largest_logit, field(params, 5))
@@ -328,8 +329,10 @@ class SampleRoom:
     """int32 [n]: the order of a logit that at least top_k groups reach."""
     maxima: torch.Tensor
     """int32 [n, groups]"""
-    lists: torch.Tensor
-    """int64 [2, n, LIST]: candidates as they came, and sorted."""
+    listed: torch.Tensor
+    """int64 [n, LIST]: candidates as they came."""
+    ordered: torch.Tensor
+    """int64 [n, MAX_TOP_K]: the greatest of them."""
     sums: torch.Tensor
     """fp64 [n, parts]"""
 
@@ -347,7 +350,8 @@ class SampleRoom:
             top=zeros(torch.int64, n),
             reached=zeros(torch.int32, n),
             maxima=zeros(torch.int32, n, -(-n_vocab // group_size(n_vocab))),
-            lists=zeros(torch.int64, 2, n, LIST),
+            listed=zeros(torch.int64, n, LIST),
+            ordered=zeros(torch.int64, n, MAX_TOP_K),
             sums=zeros(torch.float64, n, -(-n_vocab // PART)),
         )
 
@@ -385,9 +389,9 @@ def sample(
         num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     choose_kernel[(n_parts, n)](
-        logits, params, uniforms, room.top, room.reached, room.counts[1], room.counts[2], room.lists[0], room.lists[1],
+        logits, params, uniforms, room.top, room.reached, room.counts[1], room.counts[2], room.listed, room.ordered,
         room.sums, tokens, status,
         N=n_vocab, N_PARTS=n_parts, PARTS_BLOCK=next_power_of_2(n_parts), PART=PART,
-        LIST=LIST, SHORT_LIST=SHORT_LIST, TILE=TILE,
+        LIST=LIST, SORTED=MAX_TOP_K, TILE=TILE,
         num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
