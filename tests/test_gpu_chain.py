@@ -14,7 +14,21 @@ from gpu_compile import ARCHITECTURES, QUICK, compile_kernel
 from test_sampler import Words
 
 from freetoken.gpu.chain import DeviceParams, device_chain
-from freetoken.kernels.sampler import LIST, MAX_GROUPS, MAX_TOP_K, N_FIELDS, PART, TILE, Mode, SampleRoom, sample
+from freetoken.kernels.checks import next_power_of_2
+from freetoken.kernels.sampler import (
+    BINS,
+    BINS_A_UNIT,
+    GROUP,
+    LIST,
+    MAX_TOP_K,
+    N_FIELDS,
+    PART,
+    SMALL_VOCABULARY,
+    TILE,
+    Mode,
+    SampleRoom,
+    sample,
+)
 from freetoken.request import SamplingParams
 from freetoken.sampler import Sampler
 
@@ -40,6 +54,7 @@ class Device:
         with np.errstate(over="ignore"):  # as the GPU does
             sample(tensor(logits), params, uniforms, tokens, status, self.room)
         assert (self.room.best == -(2**63)).all() and not self.room.counts.any()
+        assert not self.room.in_bins.any()
         return list(zip(tokens.tolist(), status.tolist(), strict=True))
 
 
@@ -166,11 +181,11 @@ def test_rows_left_to_the_host(params: SamplingParams) -> None:
 
 
 def test_the_list_holds_what_many_groups_hide() -> None:
-    """All candidates stand side by side, so the k-th largest of the groups' maxima lies far below."""
-    n_vocab = 3 * MAX_GROUPS
+    """All candidates stand side by side, so the groups met from the top are too few until far below."""
+    n_vocab = 6000
     rng = np.random.default_rng(8)
     logits = rng.standard_normal((2, n_vocab)).astype(np.float32)
-    logits[:, 100:800] += np.float32(30)
+    logits[:, 100:500] += np.float32(30)
     params = [replace(DEFAULTS, top_k=k, top_p=1.0, min_p=0.0, temperature=3.0) for k in (256, 200)]
     assert compare(Device(n_vocab), logits, params, [0.97, 0.999]) == 0
 
@@ -240,20 +255,16 @@ def test_banned_tokens_are_for_the_host() -> None:
 
 
 def check_compiles(n_vocab: int, archs: tuple[int, ...]) -> None:
-    room = SampleRoom.empty(1, n_vocab)
-    n_groups, n_parts = room.maxima.shape[1], room.sums.shape[1]
     types = {"logits": "*fp32", "uniforms": "*fp64", "sums": "*fp64"} | dict.fromkeys(
         ("best", "top", "listed", "ordered"), "*i64"
     )
+    n_parts = -(-n_vocab // PART)
     sizes: dict[str, object] = {"N": n_vocab, "N_PARTS": n_parts, "PART": PART}
-
-    def power(n: int) -> int:
-        return 1 << (n - 1).bit_length()
-
-    first = ("logits", "params", "best", "arrived", "top", "reached", "maxima", "tokens", "status")
-    of_groups = {"GROUP": power(-(-n_vocab // MAX_GROUPS)), "N_GROUPS": n_groups, "GROUPS_BLOCK": power(n_groups)}
+    sizes |= {"BINS": BINS, "BINS_A_UNIT": BINS_A_UNIT}
+    first = ("logits", "params", "best", "arrived", "top", "reached", "counts", "tokens", "status")
+    of_groups = {"GROUP": 1 if n_vocab <= SMALL_VOCABULARY else GROUP}
     second = ("logits", "params", "uniforms", "top", "reached", "arrived", "n_listed", "listed", "ordered", "sums")
-    of_lists = {"PARTS_BLOCK": power(n_parts), "LIST": LIST, "SORTED": MAX_TOP_K, "TILE": TILE}
+    of_lists = {"PARTS_BLOCK": next_power_of_2(n_parts), "LIST": LIST, "SORTED": MAX_TOP_K, "TILE": TILE}
     for name, pointers, more in (
         ("top_kernel", first, of_groups),
         ("choose_kernel", (*second, "tokens", "status"), of_lists),
@@ -268,5 +279,5 @@ def test_kernels_compile_for_gpus() -> None:
 
 @pytest.mark.slow
 def test_kernels_compile_for_every_gpu() -> None:
-    for n_vocab in (5000, 128256, 262144):
+    for n_vocab in (3000, 128256, 262144):
         check_compiles(n_vocab, ARCHITECTURES)
