@@ -190,6 +190,24 @@ def test_the_list_holds_what_many_groups_hide() -> None:
     assert compare(Device(n_vocab), logits, params, [0.97, 0.999]) == 0
 
 
+def test_a_large_vocabulary() -> None:
+    n_vocab = 70_001
+    logits = (np.random.default_rng(5).standard_normal((2, n_vocab)) * 3).astype(np.float32)
+    params = [replace(DEFAULTS, temperature=2.0), replace(DEFAULTS, top_k=0, top_p=1.0, min_p=0.0, temperature=0.7)]
+    assert compare(Device(n_vocab), logits, params, [0.999, 0.98]) == 0
+
+
+@pytest.mark.parametrize("shift", [-1000.0, 1000.0])
+def test_logits_beyond_the_bins(shift: float) -> None:
+    """Those all fall into one bin: few of them are listed, many left to the host."""
+    logits = np.random.default_rng(6).standard_normal((1, 5000)).astype(np.float32) + np.float32(shift)
+    few = np.where(np.arange(5000) % 10 == 3, logits, np.float32(-np.inf))
+    row = device_chain(Sampler(DEFAULTS, Words(5000)))
+    assert row
+    assert Device(5000)(logits, [row], [0.5])[0][1] == 1
+    assert compare(Device(5000), few, [DEFAULTS], [0.5]) == 0
+
+
 def test_host_and_device_share_one_stream_of_numbers() -> None:
     n_vocab = 700
     rng = np.random.default_rng(3)

@@ -57,7 +57,6 @@ N_FIELDS = 8
 off) and temperature (0 leaves only the largest); two are spare."""
 
 HOST = tl.constexpr(Mode.HOST.value)
-GREEDY = tl.constexpr(Mode.GREEDY.value)
 LISTED = tl.constexpr(Mode.LIST.value)
 ALL = tl.constexpr(Mode.ALL.value)
 FIELDS = tl.constexpr(N_FIELDS)
