@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernel_bits import tensor  # isort: skip
+from kernel_bits import DEVICE, tensor  # isort: skip
 
 from dataclasses import replace
 from typing import Any
@@ -41,18 +41,17 @@ class Device:
     """`sample` with its buffers, looked at after each call: everything must be ready for the next."""
 
     def __init__(self, n_vocab: int, n: int = 8) -> None:
-        self.room = SampleRoom.empty(n, n_vocab)
+        self.room = SampleRoom.empty(n, n_vocab, DEVICE)
 
     def __call__(self, logits: np.ndarray, rows: list[DeviceParams], numbers: list[float]) -> list[tuple[int, int]]:
         """Token and status of each row."""
         n = len(logits)
-        params, uniforms = torch.zeros((8, N_FIELDS), dtype=torch.int32), torch.zeros(8, dtype=torch.float64)
+        params = np.zeros((8, N_FIELDS), np.int32)
         for i in range(n):
-            rows[i].write(params.numpy()[i])
-            uniforms[i] = numbers[i]
+            rows[i].write(params[i])
         tokens, status = torch.full((2, n), -1, dtype=torch.int32)
         with np.errstate(over="ignore"):  # as the GPU does
-            sample(tensor(logits), params, uniforms, tokens, status, self.room)
+            sample(tensor(logits), tensor(params), tensor(np.array(numbers)), tokens, status, self.room)
         assert (self.room.best == -(2**63)).all() and not self.room.counts.any()
         assert not self.room.in_bins.any()
         return list(zip(tokens.tolist(), status.tolist(), strict=True))
@@ -279,9 +278,9 @@ def check_compiles(n_vocab: int, archs: tuple[int, ...]) -> None:
     n_parts = -(-n_vocab // PART)
     sizes: dict[str, object] = {"N": n_vocab, "N_PARTS": n_parts, "PART": PART}
     sizes |= {"BINS": BINS, "BINS_A_UNIT": BINS_A_UNIT}
-    first = ("logits", "params", "best", "arrived", "top", "reached", "counts", "tokens", "status")
+    first = ("logits", "settings", "best", "arrived", "top", "reached", "counts", "tokens", "status")
     of_groups = {"GROUP": 1 if n_vocab <= SMALL_VOCABULARY else GROUP}
-    second = ("logits", "params", "uniforms", "top", "reached", "arrived", "n_listed", "listed", "ordered", "sums")
+    second = ("logits", "settings", "uniforms", "top", "reached", "arrived", "n_listed", "listed", "ordered", "sums")
     of_lists = {"PARTS_BLOCK": next_power_of_2(n_parts), "LIST": LIST, "SORTED": MAX_TOP_K, "TILE": TILE}
     for name, pointers, more in (
         ("top_kernel", first, of_groups),

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from freetoken.kernels.checks import check, next_power_of_2
 from freetoken.kernels.functions import exp
+from freetoken.kernels.launch import options, wait
 from freetoken.kernels.router import order_of
 
 __all__ = ["MAX_TOP_K", "N_FIELDS", "Mode", "SampleRoom", "argmax", "sample"]
@@ -80,8 +81,10 @@ def token_of(key):
 
 
 @triton.jit
-def argmax_kernel(logits, best, arrived, tokens, N: tl.constexpr, N_PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def argmax_kernel(logits, best, arrived, tokens, N: tl.constexpr, N_PARTS: tl.constexpr, BLOCK: tl.constexpr,
+                  IS_CHAINED: tl.constexpr):  # fmt: skip
     """The largest of BLOCK logits; the program that comes last of a row takes the largest of all parts."""
+    wait(IS_CHAINED)
     part = tl.program_id(0)
     row = tl.program_id(1)
     token = part * BLOCK + tl.arange(0, BLOCK)
@@ -101,9 +104,9 @@ def logit_of(order):
 
 
 @triton.jit
-def field(params, NUMBER: tl.constexpr):
+def field(settings, NUMBER: tl.constexpr):
     """A parameter of fp32."""
-    return tl.load(params + NUMBER).to(tl.float32, bitcast=True)
+    return tl.load(settings + NUMBER).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -115,17 +118,18 @@ def bin_of(x, BINS: tl.constexpr, BINS_A_UNIT: tl.constexpr):
 
 @triton.jit
 def top_kernel(
-    logits, params, best, arrived, top, reached, counts, tokens, status,
+    logits, settings, best, arrived, top, reached, counts, tokens, status,
     N: tl.constexpr, N_PARTS: tl.constexpr, PART: tl.constexpr,
-    GROUP: tl.constexpr, BINS: tl.constexpr, BINS_A_UNIT: tl.constexpr,
+    GROUP: tl.constexpr, BINS: tl.constexpr, BINS_A_UNIT: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The largest of PART logits, groups counted by bin; the program that comes last of a row looks at all parts."""
+    wait(IS_CHAINED)
     part = tl.program_id(0)
     row = tl.program_id(1)
     token = part * PART + tl.arange(0, PART)
     x = tl.load(logits + row.to(tl.int64) * N + token, mask=token < N, other=float("-inf"))
-    mode = tl.load(params + row * FIELDS)
-    k = tl.load(params + row * FIELDS + 1)
+    mode = tl.load(settings + row * FIELDS)
+    k = tl.load(settings + row * FIELDS + 1)
     counts += row * BINS
     if mode == HOST:
         if part == 0:
@@ -187,11 +191,11 @@ def sort_list(listed, ordered, n, SIZE: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def draw_of_list(ordered, n, params, u, SIZE: tl.constexpr):
+def draw_of_list(ordered, n, settings, u, SIZE: tl.constexpr):
     """A token of the first of n sorted keys by top_k, top_p, min_p and temperature."""
-    min_keep = tl.load(params + 2)
-    temperature = field(params, 5)
-    n = tl.minimum(n, tl.load(params + 1))
+    min_keep = tl.load(settings + 2)
+    temperature = field(settings, 5)
+    n = tl.minimum(n, tl.load(settings + 1))
     i = tl.arange(0, SIZE)
     first = tl.load(ordered)
     top = logit_of((first >> 32).to(tl.int32))
@@ -199,11 +203,11 @@ def draw_of_list(ordered, n, params, u, SIZE: tl.constexpr):
     x = tl.where(i < n, logit_of((keys >> 32).to(tl.int32)), top)
 
     weight = tl.where(i < n, exp(tl.maximum(x - top, -100.0)), 0.0).to(tl.float64)
-    wanted = field(params, 3).to(tl.float64) * tl.sum(weight, axis=0)
+    wanted = field(settings, 3).to(tl.float64) * tl.sum(weight, axis=0)
     is_enough = (tl.cumsum(weight, axis=0) >= wanted) & (i + 1 >= min_keep) & (i < n)
     n = tl.minimum(tl.min(tl.where(is_enough, i, SIZE), axis=0) + 1, n)
 
-    passed = tl.sum(((x >= top + field(params, 4)) & (i < n)).to(tl.int32), axis=0)
+    passed = tl.sum(((x >= top + field(settings, 4)) & (i < n)).to(tl.int32), axis=0)
     n = tl.minimum(tl.maximum(passed, tl.maximum(min_keep, 1)), n)
 
     place = 0
@@ -217,15 +221,15 @@ def draw_of_list(ordered, n, params, u, SIZE: tl.constexpr):
 
 
 @triton.jit
-def weights_of_part(x, top, scaled_top, params):
+def weights_of_part(x, top, scaled_top, settings):
     """fp64 weights of these tokens in a draw of all; 0 of those that min_p cuts."""
-    weight = weights_of(x, scaled_top, field(params, 5))
-    return tl.where(x >= top + field(params, 4), weight, 0.0).to(tl.float64)
+    weight = weights_of(x, scaled_top, field(settings, 5))
+    return tl.where(x >= top + field(settings, 4), weight, 0.0).to(tl.float64)
 
 
 @triton.jit
 def draw_of_parts(
-    logits, sums, top, scaled_top, params, u,
+    logits, sums, top, scaled_top, settings, u,
     N: tl.constexpr, N_PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """The token in which the sum of weights passes u times their total: first its part, then within the part."""
@@ -241,7 +245,7 @@ def draw_of_parts(
     i = tl.arange(0, PART)
     token = number * PART + i
     x = tl.load(logits + token, mask=token < N, other=float("-inf"))
-    weight = weights_of_part(x, top, scaled_top, params)
+    weight = weights_of_part(x, top, scaled_top, settings)
     is_past = (before + tl.cumsum(weight, axis=0) > border) & (weight > 0.0)
     last = tl.max(tl.where(weight > 0.0, i, 0), axis=0)
     return number * PART + tl.minimum(tl.min(tl.where(is_past, i, PART), axis=0), last)
@@ -249,15 +253,17 @@ def draw_of_parts(
 
 @triton.jit
 def choose_kernel(
-    logits, params, uniforms, top, reached, arrived, n_listed, listed, ordered, sums, tokens, status,
+    logits, settings, uniforms, top, reached, arrived, n_listed, listed, ordered, sums, tokens, status,
     N: tl.constexpr, N_PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr, PART: tl.constexpr,
     BINS: tl.constexpr, BINS_A_UNIT: tl.constexpr, LIST: tl.constexpr, SORTED: tl.constexpr, TILE: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Each program gathers or sums PART logits; the one that comes last of a row draws."""
+    wait(IS_CHAINED)
     part = tl.program_id(0)
     row = tl.program_id(1)
-    params += row * FIELDS
-    mode = tl.load(params)
+    settings += row * FIELDS
+    mode = tl.load(settings)
     logits += row.to(tl.int64) * N
     token = part * PART + tl.arange(0, PART)
     x = tl.load(logits + token, mask=token < N, other=float("-inf"))
@@ -279,17 +285,17 @@ def choose_kernel(
                 tl.store(status + row, 1)
             else:
                 sort_list(listed + row * LIST, ordered + row * SORTED, n, SORTED, TILE)
-                tl.store(tokens + row, draw_of_list(ordered + row * SORTED, n, params, u, SORTED))
+                tl.store(tokens + row, draw_of_list(ordered + row * SORTED, n, settings, u, SORTED))
     if is_open & (mode == ALL):
-        scaled_top = scale_top(largest, field(params, 5))
+        scaled_top = scale_top(largest, field(settings, 5))
         if tl.abs(scaled_top) < float("inf"):  # else the largest stays
-            weight = weights_of_part(x, largest, scaled_top, params)
+            weight = weights_of_part(x, largest, scaled_top, settings)
             tl.store(sums + row * N_PARTS + part, tl.sum(weight, axis=0))
             tl.debug_barrier()  # the sum is written
             if tl.atomic_add(arrived + row, 1, sem="acq_rel") == N_PARTS - 1:
                 tl.store(arrived + row, 0)
                 drawn = draw_of_parts(
-                    logits, sums + row * N_PARTS, largest, scaled_top, params, u, N, N_PARTS, PARTS_BLOCK, PART
+                    logits, sums + row * N_PARTS, largest, scaled_top, settings, u, N, N_PARTS, PARTS_BLOCK, PART
                 )
                 tl.store(tokens + row, drawn)
 
@@ -306,7 +312,7 @@ def argmax(logits: torch.Tensor, best: torch.Tensor, arrived: torch.Tensor, toke
     check("tokens", tokens, torch.int32, n)
     n_parts = -(-n_vocab // BLOCK)
     argmax_kernel[(n_parts, n)](
-        logits, best, arrived, tokens, N=n_vocab, N_PARTS=n_parts, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False
+        logits, best, arrived, tokens, N=n_vocab, N_PARTS=n_parts, BLOCK=BLOCK, num_warps=4, **options(logits)
     )
 
 
@@ -382,12 +388,12 @@ def sample(
         logits, params, room.best, room.counts[0], room.top, room.reached, room.in_bins, tokens, status,
         N=n_vocab, N_PARTS=n_parts, PART=PART,
         GROUP=1 if n_vocab <= SMALL_VOCABULARY else GROUP, BINS=BINS, BINS_A_UNIT=BINS_A_UNIT,
-        num_warps=8, enable_fp_fusion=False,
+        num_warps=8, **options(logits),
     )  # fmt: skip
     choose_kernel[(n_parts, n)](
         logits, params, uniforms, room.top, room.reached, room.counts[1], room.counts[2], room.listed, room.ordered,
         room.sums, tokens, status,
         N=n_vocab, N_PARTS=n_parts, PARTS_BLOCK=next_power_of_2(n_parts), PART=PART,
         BINS=BINS, BINS_A_UNIT=BINS_A_UNIT, LIST=LIST, SORTED=MAX_TOP_K, TILE=TILE,
-        num_warps=8, enable_fp_fusion=False,
+        num_warps=8, **options(logits),
     )  # fmt: skip
