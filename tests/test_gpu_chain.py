@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernel_bits import tensor  # isort: skip
+from kernel_bits import DEVICE, tensor  # isort: skip
 
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,21 @@ from gpu_compile import ARCHITECTURES, QUICK, compile_kernel
 from test_sampler import Words
 
 from freetoken.gpu.chain import DeviceParams, device_chain
-from freetoken.kernels.sampler import LIST, MAX_GROUPS, N_FIELDS, PART, SHORT_LIST, TILE, Mode, SampleRoom, sample
+from freetoken.kernels.checks import next_power_of_2
+from freetoken.kernels.sampler import (
+    BINS,
+    BINS_A_UNIT,
+    GROUP,
+    LIST,
+    MAX_TOP_K,
+    N_FIELDS,
+    PART,
+    SMALL_VOCABULARY,
+    TILE,
+    Mode,
+    SampleRoom,
+    sample,
+)
 from freetoken.request import SamplingParams
 from freetoken.sampler import Sampler
 
@@ -27,19 +41,19 @@ class Device:
     """`sample` with its buffers, looked at after each call: everything must be ready for the next."""
 
     def __init__(self, n_vocab: int, n: int = 8) -> None:
-        self.room = SampleRoom.empty(n, n_vocab)
+        self.room = SampleRoom.empty(n, n_vocab, DEVICE)
 
     def __call__(self, logits: np.ndarray, rows: list[DeviceParams], numbers: list[float]) -> list[tuple[int, int]]:
         """Token and status of each row."""
         n = len(logits)
-        params, uniforms = torch.zeros((8, N_FIELDS), dtype=torch.int32), torch.zeros(8, dtype=torch.float64)
+        params = np.zeros((8, N_FIELDS), np.int32)
         for i in range(n):
-            rows[i].write(params.numpy()[i])
-            uniforms[i] = numbers[i]
+            rows[i].write(params[i])
         tokens, status = torch.full((2, n), -1, dtype=torch.int32)
         with np.errstate(over="ignore"):  # as the GPU does
-            sample(tensor(logits), params, uniforms, tokens, status, self.room)
+            sample(tensor(logits), tensor(params), tensor(np.array(numbers)), tokens, status, self.room)
         assert (self.room.best == -(2**63)).all() and not self.room.counts.any()
+        assert not self.room.in_bins.any()
         return list(zip(tokens.tolist(), status.tolist(), strict=True))
 
 
@@ -166,13 +180,31 @@ def test_rows_left_to_the_host(params: SamplingParams) -> None:
 
 
 def test_the_list_holds_what_many_groups_hide() -> None:
-    """All candidates stand side by side, so the k-th largest of the groups' maxima lies far below."""
-    n_vocab = 3 * MAX_GROUPS
+    """All candidates stand side by side, so the groups met from the top are too few until far below."""
+    n_vocab = 6000
     rng = np.random.default_rng(8)
     logits = rng.standard_normal((2, n_vocab)).astype(np.float32)
-    logits[:, 100:800] += np.float32(30)
+    logits[:, 100:500] += np.float32(30)
     params = [replace(DEFAULTS, top_k=k, top_p=1.0, min_p=0.0, temperature=3.0) for k in (256, 200)]
     assert compare(Device(n_vocab), logits, params, [0.97, 0.999]) == 0
+
+
+def test_a_large_vocabulary() -> None:
+    n_vocab = 70_001
+    logits = (np.random.default_rng(5).standard_normal((2, n_vocab)) * 3).astype(np.float32)
+    params = [replace(DEFAULTS, temperature=2.0), replace(DEFAULTS, top_k=0, top_p=1.0, min_p=0.0, temperature=0.7)]
+    assert compare(Device(n_vocab), logits, params, [0.999, 0.98]) == 0
+
+
+@pytest.mark.parametrize("shift", [-1000.0, 1000.0])
+def test_logits_beyond_the_bins(shift: float) -> None:
+    """Those all fall into one bin: few of them are listed, many left to the host."""
+    logits = np.random.default_rng(6).standard_normal((1, 5000)).astype(np.float32) + np.float32(shift)
+    few = np.where(np.arange(5000) % 10 == 3, logits, np.float32(-np.inf))
+    row = device_chain(Sampler(DEFAULTS, Words(5000)))
+    assert row
+    assert Device(5000)(logits, [row], [0.5])[0][1] == 1
+    assert compare(Device(5000), few, [DEFAULTS], [0.5]) == 0
 
 
 def test_host_and_device_share_one_stream_of_numbers() -> None:
@@ -240,20 +272,16 @@ def test_banned_tokens_are_for_the_host() -> None:
 
 
 def check_compiles(n_vocab: int, archs: tuple[int, ...]) -> None:
-    room = SampleRoom.empty(1, n_vocab)
-    n_groups, n_parts = room.maxima.shape[1], room.sums.shape[1]
     types = {"logits": "*fp32", "uniforms": "*fp64", "sums": "*fp64"} | dict.fromkeys(
         ("best", "top", "listed", "ordered"), "*i64"
     )
+    n_parts = -(-n_vocab // PART)
     sizes: dict[str, object] = {"N": n_vocab, "N_PARTS": n_parts, "PART": PART}
-
-    def power(n: int) -> int:
-        return 1 << (n - 1).bit_length()
-
-    first = ("logits", "settings", "best", "arrived", "top", "reached", "maxima", "tokens", "status")
-    of_groups = {"GROUP": power(-(-n_vocab // MAX_GROUPS)), "N_GROUPS": n_groups, "GROUPS_BLOCK": power(n_groups)}
+    sizes |= {"BINS": BINS, "BINS_A_UNIT": BINS_A_UNIT}
+    first = ("logits", "settings", "best", "arrived", "top", "reached", "counts", "tokens", "status")
+    of_groups = {"GROUP": 1 if n_vocab <= SMALL_VOCABULARY else GROUP}
     second = ("logits", "settings", "uniforms", "top", "reached", "arrived", "n_listed", "listed", "ordered", "sums")
-    of_lists = {"PARTS_BLOCK": power(n_parts), "LIST": LIST, "SHORT_LIST": SHORT_LIST, "TILE": TILE}
+    of_lists = {"PARTS_BLOCK": next_power_of_2(n_parts), "LIST": LIST, "SORTED": MAX_TOP_K, "TILE": TILE}
     for name, pointers, more in (
         ("top_kernel", first, of_groups),
         ("choose_kernel", (*second, "tokens", "status"), of_lists),
@@ -268,5 +296,5 @@ def test_kernels_compile_for_gpus() -> None:
 
 @pytest.mark.slow
 def test_kernels_compile_for_every_gpu() -> None:
-    for n_vocab in (5000, 128256, 262144):
+    for n_vocab in (3000, 128256, 262144):
         check_compiles(n_vocab, ARCHITECTURES)

@@ -1,8 +1,10 @@
 """Sampling on the GPU: the largest logit (`argmax`), or a draw from the common chain of samplers (`sample`).
 
-`sample` is two launches. The first finds a row's largest logit and a logit that at least `top_k` entries reach and not
-many more; the second gathers those and the last of its programs orders, cuts and draws. Which requests it serves is
-said in `gpu/chain.py`, how exactly in docs/numerics.md (section 9).
+`sample` is two launches. The first finds a row's largest logit, and a bound that at least `top_k` entries reach and not
+many more: it counts the largest logits of small groups in linear bins, which takes few atomics, and goes down from the
+top bin until enough groups are met. The second gathers the entries that reach the bound (or sums weights, where all
+tokens are candidates), and the last of its programs orders, cuts and draws. Which requests it serves is said in
+`gpu/chain.py`, how exactly in docs/numerics.md (section 9).
 """
 
 from __future__ import annotations
@@ -24,13 +26,18 @@ __all__ = ["MAX_TOP_K", "N_FIELDS", "Mode", "SampleRoom", "argmax", "sample"]
 BLOCK = 4096
 PART = 1024
 """Logits of one program of `sample`."""
-MAX_GROUPS = 4096
-"""Groups of tokens of which the first launch notes the largest logit: as many as one program can look through."""
+BINS = 4096
+BINS_A_UNIT = 16
+"""Bins are 1/16 wide, from -128 to 128; the outermost ones hold what lies beyond."""
+GROUP = 8
+SMALL_VOCABULARY = 4096
+"""Up to here each token is a group: else there might be fewer groups than candidates are wanted."""
 LIST = 1024
 """Candidates that can be gathered; a row with more of them is left to the host."""
-SHORT_LIST = 256
-TILE = 64
 MAX_TOP_K = 256
+"""So many candidates are sorted."""
+TILE = 32
+"""Candidates that the sort compares at a time with all others."""
 
 
 class Mode(IntEnum):
@@ -51,24 +58,26 @@ N_FIELDS = 8
 off) and temperature (0 leaves only the largest); two are spare."""
 
 HOST = tl.constexpr(Mode.HOST.value)
-GREEDY = tl.constexpr(Mode.GREEDY.value)
 LISTED = tl.constexpr(Mode.LIST.value)
 ALL = tl.constexpr(Mode.ALL.value)
 FIELDS = tl.constexpr(N_FIELDS)
 NOTHING = tl.constexpr(-(2**63))
 """A key below that of every logit."""
-LEAST = tl.constexpr(-(2**31))
 MINUS_INF = tl.constexpr(-0x7F800001)
 PLUS_INF = tl.constexpr(0x7F800000)
 """Where `order_of` puts the infinities."""
 
 
 @triton.jit
-def largest(logits, token, mask):
+def key_of(x, token, mask):
     """int64 that rises with the logit and falls with the token; a NaN is above all, as in numpy."""
-    x = tl.load(logits + token, mask=mask, other=float("-inf"))
     order = tl.where(x == x, order_of(x), 0x7FFFFFFF)
-    return tl.where(mask, (order.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64), -(2**63))
+    return tl.where(mask, (order.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64), NOTHING)
+
+
+@triton.jit
+def token_of(key):
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
@@ -79,18 +88,13 @@ def argmax_kernel(logits, best, arrived, tokens, N: tl.constexpr, N_PARTS: tl.co
     part = tl.program_id(0)
     row = tl.program_id(1)
     token = part * BLOCK + tl.arange(0, BLOCK)
-    key = tl.max(largest(logits + row.to(tl.int64) * N, token, token < N), axis=0)
-    tl.atomic_max(best + row, key)
+    x = tl.load(logits + row.to(tl.int64) * N + token, mask=token < N, other=float("-inf"))
+    tl.atomic_max(best + row, tl.max(key_of(x, token, token < N), axis=0), sem="relaxed")
     if tl.atomic_add(arrived + row, 1, sem="acq_rel") == N_PARTS - 1:
-        top = tl.atomic_max(best + row, -(2**63))
-        tl.store(tokens + row, 0x7FFFFFFF - (top & 0x7FFFFFFF).to(tl.int32))
-        tl.store(best + row, -(2**63))
+        top = tl.atomic_max(best + row, NOTHING, sem="relaxed")
+        tl.store(tokens + row, token_of(top))
+        tl.store(best + row, NOTHING)
         tl.store(arrived + row, 0)
-
-
-@triton.jit
-def token_of(key):
-    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
@@ -106,54 +110,53 @@ def field(settings, NUMBER: tl.constexpr):
 
 
 @triton.jit
-def reached_by(maxima, k, N_GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr):
-    """The greatest order of 20 bits that the maxima of k groups reach, the least one if there are fewer groups."""
-    group = tl.arange(0, GROUPS_BLOCK)
-    order = tl.load(maxima + group, mask=group < N_GROUPS, other=-(2**31)) >> 12
-    found = tl.full([], -(1 << 19), tl.int32)
-    step = tl.full([], 1 << 19, tl.int32)
-    for _ in range(20):
-        tried = found + step
-        found = tl.where(tl.sum((order >= tried).to(tl.int32), axis=0) >= k, tried, found)
-        step = step >> 1
-    return found << 12
+def bin_of(x, BINS: tl.constexpr, BINS_A_UNIT: tl.constexpr):
+    """The number of a logit's bin: it never falls where the logit rises. NaN counts as 0, its row is not drawn from."""
+    y = tl.where(x == x, x, 0.0) * BINS_A_UNIT
+    return (tl.minimum(tl.maximum(y, -BINS / 2), BINS / 2 - 1.0) + BINS / 2).to(tl.int32)
 
 
 @triton.jit
 def top_kernel(
-    logits, settings, best, arrived, top, reached, maxima, tokens, status,
+    logits, settings, best, arrived, top, reached, counts, tokens, status,
     N: tl.constexpr, N_PARTS: tl.constexpr, PART: tl.constexpr,
-    GROUP: tl.constexpr, N_GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, BINS: tl.constexpr, BINS_A_UNIT: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """The largest of PART logits and of each GROUP of them; the program that comes last of a row looks at all parts."""
+    """The largest of PART logits, groups counted by bin; the program that comes last of a row looks at all parts."""
+    wait(IS_CHAINED)
     part = tl.program_id(0)
     row = tl.program_id(1)
+    token = part * PART + tl.arange(0, PART)
+    x = tl.load(logits + row.to(tl.int64) * N + token, mask=token < N, other=float("-inf"))
     mode = tl.load(settings + row * FIELDS)
+    k = tl.load(settings + row * FIELDS + 1)
+    counts += row * BINS
     if mode == HOST:
         if part == 0:
             tl.store(tokens + row, 0)
             tl.store(status + row, 1)
     else:
-        token = part * PART + tl.arange(0, PART)
-        key = largest(logits + row.to(tl.int64) * N, token, token < N)
         if mode == LISTED:
-            group = part * (PART // GROUP) + tl.arange(0, PART // GROUP)
-            of_group = tl.max(tl.reshape((key >> 32).to(tl.int32), [PART // GROUP, GROUP]), axis=1)
-            tl.store(maxima + row * N_GROUPS + group, of_group, mask=group < N_GROUPS)
-        tl.atomic_max(best + row, tl.max(key, axis=0))
-        tl.debug_barrier()  # the maxima are written
+            number = bin_of(x, BINS, BINS_A_UNIT)
+            if GROUP > 1:
+                number = tl.max(tl.reshape(number, [PART // GROUP, GROUP]), axis=1)
+            tl.atomic_add(counts + number, 1, mask=number > 0, sem="relaxed")
+        tl.atomic_max(best + row, tl.max(key_of(x, token, token < N), axis=0), sem="relaxed")
+        tl.debug_barrier()  # all threads have counted
         if tl.atomic_add(arrived + row, 1, sem="acq_rel") == N_PARTS - 1:
-            of_row = tl.atomic_max(best + row, NOTHING)
+            of_row = tl.atomic_max(best + row, NOTHING, sem="relaxed")
             order = (of_row >> 32).to(tl.int32)
             is_finite = (order > MINUS_INF) & (order < PLUS_INF)
             tl.store(top + row, of_row)
             tl.store(tokens + row, token_of(of_row))
             tl.store(status + row, tl.where(is_finite, 0, 1))
-            if mode == LISTED:
-                k = tl.load(settings + row * FIELDS + 1)
-                tl.store(reached + row, reached_by(maxima + row * N_GROUPS, k, N_GROUPS, GROUPS_BLOCK))
             tl.store(best + row, NOTHING)
             tl.store(arrived + row, 0)
+            if mode == LISTED:
+                i = tl.arange(0, BINS)
+                upto = tl.cumsum(tl.load(counts + BINS - 1 - i), axis=0)
+                tl.store(reached + row, BINS - 1 - tl.min(tl.where(upto >= k, i, BINS - 1), axis=0))
+                tl.store(counts + i, 0)
 
 
 @triton.jit
@@ -170,23 +173,26 @@ def weights_of(x, scaled_top, temperature):
 
 @triton.jit
 def sort_list(listed, ordered, n, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Write n keys, all different, to `ordered`, the greatest first: each goes where its rank says."""
-    i = tl.arange(0, SIZE)
-    keys = tl.load(listed + i, mask=i < n, other=NOTHING)
-    rank = tl.zeros([SIZE], tl.int32)
-    start = 0
-    while start < n:  # Triton's interpreter has no range over numbers of the device
-        at = start + tl.arange(0, TILE)
-        others = tl.load(listed + at, mask=at < n, other=NOTHING)
-        rank += tl.sum((others[None, :] > keys[:, None]).to(tl.int32), axis=1)
-        start += TILE
-    tl.store(ordered + rank, keys, mask=i < n)
-    tl.debug_barrier()
+    """Write the SIZE greatest of n keys, all different, to `ordered`, the greatest first: a key's place is its rank."""
+    first = 0
+    while first < n:  # Triton's interpreter has no range over numbers of the device
+        i = first + tl.arange(0, SIZE)
+        keys = tl.load(listed + i, mask=i < n, other=NOTHING)
+        rank = tl.zeros([SIZE], tl.int32)
+        start = 0
+        while start < n:
+            at = start + tl.arange(0, TILE)
+            others = tl.load(listed + at, mask=at < n, other=NOTHING)
+            rank += tl.sum((others[:, None] > keys[None, :]).to(tl.int32), axis=0)
+            start += TILE
+        tl.store(ordered + rank, keys, mask=(i < n) & (rank < SIZE))
+        first += SIZE
+    tl.debug_barrier()  # all keys are in place
 
 
 @triton.jit
 def draw_of_list(ordered, n, settings, u, SIZE: tl.constexpr):
-    """A token of n sorted keys by top_k, top_p, min_p and temperature."""
+    """A token of the first of n sorted keys by top_k, top_p, min_p and temperature."""
     min_keep = tl.load(settings + 2)
     temperature = field(settings, 5)
     n = tl.minimum(n, tl.load(settings + 1))
@@ -215,11 +221,10 @@ def draw_of_list(ordered, n, settings, u, SIZE: tl.constexpr):
 
 
 @triton.jit
-def weights_of_part(logits, token, N: tl.constexpr, top, scaled_top, settings):
+def weights_of_part(x, top, scaled_top, settings):
     """fp64 weights of these tokens in a draw of all; 0 of those that min_p cuts."""
-    x = tl.load(logits + token, mask=token < N, other=float("-inf"))
     weight = weights_of(x, scaled_top, field(settings, 5))
-    return tl.where((x >= top + field(settings, 4)) & (token < N), weight, 0.0).to(tl.float64)
+    return tl.where(x >= top + field(settings, 4), weight, 0.0).to(tl.float64)
 
 
 @triton.jit
@@ -238,7 +243,9 @@ def draw_of_parts(
     before = tl.sum(tl.where(part == number - 1, upto, 0.0), axis=0)
 
     i = tl.arange(0, PART)
-    weight = weights_of_part(logits, number * PART + i, N, top, scaled_top, settings)
+    token = number * PART + i
+    x = tl.load(logits + token, mask=token < N, other=float("-inf"))
+    weight = weights_of_part(x, top, scaled_top, settings)
     is_past = (before + tl.cumsum(weight, axis=0) > border) & (weight > 0.0)
     last = tl.max(tl.where(weight > 0.0, i, 0), axis=0)
     return number * PART + tl.minimum(tl.min(tl.where(is_past, i, PART), axis=0), last)
@@ -248,49 +255,47 @@ def draw_of_parts(
 def choose_kernel(
     logits, settings, uniforms, top, reached, arrived, n_listed, listed, ordered, sums, tokens, status,
     N: tl.constexpr, N_PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr, PART: tl.constexpr,
-    LIST: tl.constexpr, SHORT_LIST: tl.constexpr, TILE: tl.constexpr,
+    BINS: tl.constexpr, BINS_A_UNIT: tl.constexpr, LIST: tl.constexpr, SORTED: tl.constexpr, TILE: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Each program gathers or sums PART logits; the one that comes last of a row draws."""
+    wait(IS_CHAINED)
     part = tl.program_id(0)
     row = tl.program_id(1)
     settings += row * FIELDS
     mode = tl.load(settings)
     logits += row.to(tl.int64) * N
-    is_open = tl.load(status + row) == 0
     token = part * PART + tl.arange(0, PART)
+    x = tl.load(logits + token, mask=token < N, other=float("-inf"))
+    bound = tl.load(reached + row)
+    u = tl.load(uniforms + row)
+    largest = logit_of((tl.load(top + row) >> 32).to(tl.int32))
+    is_open = tl.load(status + row) == 0
     if is_open & (mode == LISTED):
-        key = largest(logits, token, token < N)
-        order = (key >> 32).to(tl.int32)
-        is_in = (order >= tl.load(reached + row)) & (order > MINUS_INF)
+        is_in = (bin_of(x, BINS, BINS_A_UNIT) >= bound) & (x > float("-inf"))
         n_in = tl.sum(is_in.to(tl.int32), axis=0)
         if n_in > 0:
             place = tl.atomic_add(n_listed + row, n_in, sem="relaxed") + tl.cumsum(is_in.to(tl.int32), axis=0) - 1
-            tl.store(listed + row * LIST + place, key, mask=is_in & (place < LIST))
+            tl.store(listed + row * LIST + place, key_of(x, token, is_in), mask=is_in & (place < LIST))
         tl.debug_barrier()  # the keys are written
         if tl.atomic_add(arrived + row, 1, sem="acq_rel") == N_PARTS - 1:
-            n = tl.atomic_xchg(n_listed + row, 0)
+            n = tl.atomic_xchg(n_listed + row, 0, sem="relaxed")
             tl.store(arrived + row, 0)
-            u = tl.load(uniforms + row)
             if n > LIST:
                 tl.store(status + row, 1)
-            elif n > SHORT_LIST:
-                sort_list(listed + row * LIST, ordered + row * LIST, n, LIST, TILE)
-                tl.store(tokens + row, draw_of_list(ordered + row * LIST, n, settings, u, LIST))
             else:
-                sort_list(listed + row * LIST, ordered + row * LIST, n, SHORT_LIST, TILE)
-                tl.store(tokens + row, draw_of_list(ordered + row * LIST, n, settings, u, SHORT_LIST))
+                sort_list(listed + row * LIST, ordered + row * SORTED, n, SORTED, TILE)
+                tl.store(tokens + row, draw_of_list(ordered + row * SORTED, n, settings, u, SORTED))
     if is_open & (mode == ALL):
-        largest_logit = logit_of((tl.load(top + row) >> 32).to(tl.int32))
-        scaled_top = scale_top(largest_logit, field(settings, 5))
+        scaled_top = scale_top(largest, field(settings, 5))
         if tl.abs(scaled_top) < float("inf"):  # else the largest stays
-            weight = weights_of_part(logits, token, N, largest_logit, scaled_top, settings)
+            weight = weights_of_part(x, largest, scaled_top, settings)
             tl.store(sums + row * N_PARTS + part, tl.sum(weight, axis=0))
             tl.debug_barrier()  # the sum is written
             if tl.atomic_add(arrived + row, 1, sem="acq_rel") == N_PARTS - 1:
                 tl.store(arrived + row, 0)
-                u = tl.load(uniforms + row)
                 drawn = draw_of_parts(
-                    logits, sums + row * N_PARTS, largest_logit, scaled_top, settings, u, N, N_PARTS, PARTS_BLOCK, PART
+                    logits, sums + row * N_PARTS, largest, scaled_top, settings, u, N, N_PARTS, PARTS_BLOCK, PART
                 )
                 tl.store(tokens + row, drawn)
 
@@ -311,11 +316,6 @@ def argmax(logits: torch.Tensor, best: torch.Tensor, arrived: torch.Tensor, toke
     )
 
 
-def group_size(n_vocab: int) -> int:
-    """Tokens of one group: the least power of 2 that makes at most MAX_GROUPS of them."""
-    return next_power_of_2(-(-n_vocab // MAX_GROUPS))
-
-
 @dataclass(frozen=True)
 class SampleRoom:
     """What `sample` keeps between its launches, for up to n rows of one vocabulary. A call leaves it as it was."""
@@ -328,11 +328,13 @@ class SampleRoom:
     top: torch.Tensor
     """int64 [n]: the key of the largest logit."""
     reached: torch.Tensor
-    """int32 [n]: the order of a logit that at least top_k groups reach."""
-    maxima: torch.Tensor
-    """int32 [n, groups]"""
-    lists: torch.Tensor
-    """int64 [2, n, LIST]: candidates as they came, and sorted."""
+    """int32 [n]: the highest bin that, with those above, holds top_k groups; 0 where there are fewer."""
+    in_bins: torch.Tensor
+    """int32 [n, BINS], zeros: groups by the bin of their largest logit."""
+    listed: torch.Tensor
+    """int64 [n, LIST]: candidates as they came."""
+    ordered: torch.Tensor
+    """int64 [n, MAX_TOP_K]: the greatest of them."""
     sums: torch.Tensor
     """fp64 [n, parts]"""
 
@@ -349,8 +351,9 @@ class SampleRoom:
             counts=zeros(torch.int32, 3, n),
             top=zeros(torch.int64, n),
             reached=zeros(torch.int32, n),
-            maxima=zeros(torch.int32, n, -(-n_vocab // group_size(n_vocab))),
-            lists=zeros(torch.int64, 2, n, LIST),
+            in_bins=zeros(torch.int32, n, BINS),
+            listed=zeros(torch.int64, n, LIST),
+            ordered=zeros(torch.int64, n, MAX_TOP_K),
             sums=zeros(torch.float64, n, -(-n_vocab // PART)),
         )
 
@@ -380,17 +383,17 @@ def sample(
             f"{n} rows of {n_vocab} logits, but {len(params)} rows of parameters, {len(uniforms)} random numbers and "
             f"room for {len(room.best)} rows of {room.n_vocab}"
         )
-    n_groups, n_parts = room.maxima.shape[1], room.sums.shape[1]
+    n_parts = room.sums.shape[1]
     top_kernel[(n_parts, n)](
-        logits, params, room.best, room.counts[0], room.top, room.reached, room.maxima, tokens, status,
+        logits, params, room.best, room.counts[0], room.top, room.reached, room.in_bins, tokens, status,
         N=n_vocab, N_PARTS=n_parts, PART=PART,
-        GROUP=group_size(n_vocab), N_GROUPS=n_groups, GROUPS_BLOCK=next_power_of_2(n_groups),
-        num_warps=8, enable_fp_fusion=False,
+        GROUP=1 if n_vocab <= SMALL_VOCABULARY else GROUP, BINS=BINS, BINS_A_UNIT=BINS_A_UNIT,
+        num_warps=8, **options(logits),
     )  # fmt: skip
     choose_kernel[(n_parts, n)](
-        logits, params, uniforms, room.top, room.reached, room.counts[1], room.counts[2], room.lists[0], room.lists[1],
+        logits, params, uniforms, room.top, room.reached, room.counts[1], room.counts[2], room.listed, room.ordered,
         room.sums, tokens, status,
         N=n_vocab, N_PARTS=n_parts, PARTS_BLOCK=next_power_of_2(n_parts), PART=PART,
-        LIST=LIST, SHORT_LIST=SHORT_LIST, TILE=TILE,
-        num_warps=8, enable_fp_fusion=False,
+        BINS=BINS, BINS_A_UNIT=BINS_A_UNIT, LIST=LIST, SORTED=MAX_TOP_K, TILE=TILE,
+        num_warps=8, **options(logits),
     )  # fmt: skip
