@@ -36,6 +36,8 @@ N_BUFFERS = 2
 _MIB = 1 << 20
 _TENSOR_SLACK = 1024
 """A tensor laid out for the GPU is at most this much larger than in the file: its planes start at multiples of 128."""
+_BUFFER_SLACK = 4096
+"""Where the banks of a layer start in a buffer is aligned."""
 _CPU_EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")
 _BANKS = ("gate", "up", "down")
 
@@ -395,7 +397,7 @@ class _Planner:
     def with_buffers(self, plan: GpuPlan) -> GpuPlan:
         """Prefill buffers out of the pool that has room for the most, beyond the slots that steps between layers need;
         out of memory that is left where the common cache has no pool."""
-        largest = max(self.slot_bytes[i] for c in plan.classes for i in c.layers) * self.spec.n_expert
+        largest = max(self.slot_bytes[i] for c in plan.classes for i in c.layers) * self.spec.n_expert + _BUFFER_SLACK
         best = replace(plan, buffer_bytes=largest)
         for pool, (c, n) in enumerate(zip(plan.classes, plan.n_slots, strict=True)):
             if set(c.layers) <= set(plan.passing):

@@ -6,7 +6,7 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from freetoken.errors import EngineError
 from freetoken.experts.bank import LayerBanks, expert_banks
 from freetoken.experts.memory import slot_sizes
 from freetoken.experts.stream import ExpertStream, choose_plan
-from freetoken.gguf import ModelFile, open_model
+from freetoken.gguf import open_model
 from freetoken.gpu.kv import DeviceKV
 from freetoken.gpu.mixture import Scratch, cut
 from freetoken.gpu.prefill import Prefill
@@ -33,9 +33,9 @@ from freetoken.spec import ModelSpec, read_spec
 from tools import tiny_models
 
 DEVICE = torch.device("cpu")
-N_TOKENS = 21
-BOUND = 3e-3
-"""Largest difference of logits in their standard deviations: rounding to fp16, three to seven layers deep."""
+N_TOKENS = 10
+BOUND = 2e-3
+"""Size of the difference over that of the logits: roundings to fp16, three to seven layers deep."""
 
 
 @pytest.fixture(scope="module")
@@ -56,22 +56,31 @@ class Embedding(DeviceWeights):
 
 @dataclass
 class Pool:
-    """Experts of a file; `resident(layer, expert)` have slots, in a mixed order. Counts what is copied."""
+    """Experts of a file, of which a share has slots."""
 
     layers: tuple[LayerBanks | None, ...]
     n_used: int
     staging_layers: float = 2.0
+    share: float = 0.0
     edges: tuple[int, ...] = ()
     offsets: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         known = [layer for layer in self.layers if layer is not None]
         largest = max((layer.expert_bytes * layer.banks[0].n_expert for layer in known), default=0)
-        self.staging = torch.zeros(int(self.staging_layers * (largest + 1024)), dtype=torch.uint8)
+        self.staging = torch.zeros(int(self.staging_layers * (largest + 2048)), dtype=torch.uint8)
         n_expert = max((layer.banks[0].n_expert for layer in known), default=1)
         self.slots = np.full((len(self.layers), n_expert), -1, np.int32)
         sizes = slot_sizes(self.layers)
         self.memory = torch.zeros((len(known) * n_expert, max(sizes, default=0)), dtype=torch.uint8)
+
+        rng = np.random.default_rng(3)
+        self.place_some(lambda layer, expert: rng.random() < self.share)
+
+    def place_some(self, is_placed: Callable[[int, int], bool]) -> None:
+        for slot, (layer, expert) in enumerate(np.ndindex(*self.slots.shape)):
+            if is_placed(layer, expert):
+                self.place(layer, expert, slot)
 
     def place(self, layer: int, expert: int, slot: int) -> None:
         banks, at = self.layers[layer], 0
@@ -108,7 +117,7 @@ class Model:
             self.pool = Pool(expert_banks(self.spec, self.file), self.spec.n_expert_used, **pool)  # type: ignore[arg-type]
         self.gpu = Prefill(
             self.model, self.weights, self.kv, lambda x, w: x @ torch.from_numpy(values(w, threads).T), DEVICE,
-            self.pool, scratch=scratch or Scratch(DEVICE, 1 << 20, 1 << 20),
+            self.pool, scratch=scratch or Scratch(DEVICE, 4 << 20),
         )  # fmt: skip
 
     def batch(self, start: int, n: int, n_outputs: int = 2) -> Batch:
@@ -129,33 +138,55 @@ def values(weight: Weight, threads: native.Pool) -> np.ndarray:
 
 def difference(found: torch.Tensor, want: np.ndarray) -> float:
     assert want.std() > 1
-    return float(np.abs(found.numpy() - want).max() / want.std())
+    return float(np.linalg.norm(found.numpy() - want) / np.linalg.norm(want))
 
 
-CASES = [(name, "F32") for name in tiny_models.ARCHITECTURES] + [
+CASES = [
+    *(
+        ("llama", "F32"),
+        ("qwen2", "F32"),
+        ("qwen2moe", "F32"),
+        ("qwen3moe", "Q4_1"),
+        ("gemma3", "F32"),
+        ("olmoe", "F16"),
+    ),
+]
+LONG_CASES = [
+    *((name, "F32") for name in tiny_models.ARCHITECTURES),
     *(("qwen3moe", kind) for kind in ("mixed", "Q4_K_M", "Q8_0")),
-    *(("llama", "Q4_1"), ("gemma3", "Q4_K_M"), ("qwen2moe", "mixed"), ("olmoe", "F16")),
+    *(("llama", "Q4_1"), ("gemma3", "Q4_K_M"), ("qwen2moe", "mixed")),
 ]
 
 
-@pytest.mark.parametrize(("name", "kind"), CASES)
-def test_logits_and_cache(name: str, kind: str, tmp_path: Path, threads: native.Pool) -> None:
-    """Two chunks, the second across a page; half of the experts have slots."""
-    m = Model(tiny_models.write(tmp_path / "tiny.gguf", name, file_type=kind), threads)
+def check_chunks(name: str, kind: str, path: Path, threads: native.Pool, chunks: list[tuple[int, int]]) -> None:
+    """Logits and keys and values of (start, tokens); half of the experts have slots."""
+    n_layer = None if name.startswith("gemma3") else 2
+    m = Model(tiny_models.write(path, name, file_type=kind, n_layer=n_layer), threads)
     if m.pool is not None:
-        for slot, (layer, expert) in enumerate(np.ndindex(*m.pool.slots.shape)):
-            if (layer + expert) % 2:
-                m.pool.place(layer, expert, slot)
-    for start, n in ((0, N_TOKENS), (250, 12)):
-        if start:  # what lies between, cheaply: both caches get the same
-            fill_cache(m, N_TOKENS, start)
-        batch = m.batch(start, n)
+        m.pool.place_some(lambda layer, expert: (layer + expert) % 2 == 1)
+    end = 0
+    for start, n in chunks:
+        if start > end:
+            fill_cache(m, end, start)
+        batch, end = m.batch(start, n), start + n
         want = m.cpu.run(batch)
         assert difference(m.gpu.run(batch), want) < BOUND
         for mine, theirs in ((m.kv.k, m.cache.k), (m.kv.v, m.cache.v)):
             for layer, pages in enumerate(theirs):
                 assert np.allclose(mine[layer][2, :, start : start + 6], pages[2, :, start : start + 6], atol=2e-2)
     m.file.close()
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_logits_and_cache(name: str, kind: str, tmp_path: Path, threads: native.Pool) -> None:
+    """gemma3 goes across a page and has windows that begin within one."""
+    check_chunks(name, kind, tmp_path / "tiny.gguf", threads, [(250, 11)] if name == "gemma3" else [(0, 11)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kind"), LONG_CASES)
+def test_logits_and_cache_of_all(name: str, kind: str, tmp_path: Path, threads: native.Pool) -> None:
+    check_chunks(name, kind, tmp_path / "tiny.gguf", threads, [(0, 21), (250, 12)])
 
 
 def fill_cache(m: Model, first: int, end: int) -> None:
@@ -168,54 +199,23 @@ def fill_cache(m: Model, first: int, end: int) -> None:
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("mixed") / "tiny.gguf"
-    return tiny_models.write(path, "qwen3moe", file_type="mixed", n_layer=3)
+    return tiny_models.write(path, "qwen3moe", file_type="Q8_0", n_layer=3)
 
 
 def test_bits_do_not_depend_on_where_experts_come_from(mixed: Path, threads: native.Pool) -> None:
-    """No slots, some, all; streamed, on demand; two layers' room, less than one; small scratch; copies cut anywhere."""
+    """No slots, some, all; streamed, on demand; two layers' room, less than one; small scratch."""
     found = []
     for share, plan, staging, scratch in (
         (0.0, "stream", 2.0, None),
-        (0.0, "on_demand", 2.0, None),
-        (0.5, "stream", 2.0, None),
         (0.5, "on_demand", 0.7, None),
-        (0.3, "stream", 0.7, Scratch(DEVICE, 300_000, 100_000)),
-        (1.0, "stream", 0.0, Scratch(DEVICE, 1 << 22, 1 << 22)),
+        (0.3, "stream", 0.7, Scratch(DEVICE, 300_000)),
+        (1.0, "stream", 0.0, Scratch(DEVICE, 16 << 20)),
     ):
-        if share == 1.0:
-            m = Model(mixed, threads, scratch) if False else full(mixed, threads, scratch)
-        else:
-            m = Model(mixed, threads, scratch, staging_layers=staging)
-            assert m.pool is not None
-            rng = np.random.default_rng(int(10 * share))
-            for slot, (layer, expert) in enumerate(np.ndindex(*m.pool.slots.shape)):
-                if rng.random() < share:
-                    m.pool.place(layer, expert, slot)
-        found.append(m.gpu.run(m.batch(0, N_TOKENS), plan=plan))
+        m = Model(mixed, threads, scratch, staging_layers=staging, share=share)
         found.append(m.gpu.run(m.batch(0, N_TOKENS), plan=plan))
         m.file.close()
     for other in found[1:]:
         assert torch.equal(found[0], other)
-
-
-def full(path: Path, threads: native.Pool, scratch: Scratch | None) -> Model:
-    """A model whose experts all have slots, without memory for streaming."""
-    with open_model(path) as file:
-        layers = expert_banks(read_spec(file), file)
-    pool = Pool.__new__(Pool)
-    del layers, pool
-    original = Pool.__post_init__
-
-    def placed(self: Pool) -> None:
-        original(self)
-        for slot, (layer, expert) in enumerate(np.ndindex(*self.slots.shape)):
-            self.place(layer, expert, slot)
-
-    Pool.__post_init__ = placed  # type: ignore[method-assign]
-    try:
-        return Model(path, threads, scratch, staging_layers=0.0)
-    finally:
-        Pool.__post_init__ = original  # type: ignore[method-assign]
 
 
 def test_experts_that_move_between_layers(mixed: Path, threads: native.Pool) -> None:
@@ -265,7 +265,7 @@ def test_staged_experts_can_be_kept(mixed: Path, threads: native.Pool) -> None:
         heard.append(len(staged))
 
     m.gpu = Prefill(
-        m.model, m.weights, m.kv, lambda x, w: x[:, :1], DEVICE, m.pool, scratch=Scratch(DEVICE, 1 << 20, 1 << 20), keep=keep
+        m.model, m.weights, m.kv, lambda x, w: x[:, :1], DEVICE, m.pool, scratch=Scratch(DEVICE, 4 << 20), keep=keep
     )
     m.gpu.run(m.batch(0, N_TOKENS), plan="stream")
     assert len(heard) == 3 and heard[0] == 10
@@ -309,5 +309,7 @@ def test_groups() -> None:
 
 
 def test_too_little_memory_for_streaming(mixed: Path, threads: native.Pool) -> None:
-    with pytest.raises(EngineError, match="does not hold two experts"):
-        Model(mixed, threads, staging_layers=0.01)
+    m = Model(mixed, threads, staging_layers=0.02)
+    with pytest.raises(EngineError, match="does not hold two experts of layer 0"):
+        m.gpu.run(m.batch(0, N_TOKENS), plan="stream")
+    m.file.close()

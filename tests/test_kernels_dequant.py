@@ -38,7 +38,9 @@ class Matrices:
             np.ascontiguousarray(random_rows(rng, kind, rows, cols, cols**-0.5)).view(np.uint8).reshape(rows, -1)
             for _ in forms
         ]
-        self.values = np.stack([np.asarray(quants.dequantize(int(kind), r.reshape(-1))).reshape(rows, cols) for r in raw])
+        self.values = np.stack(
+            [np.asarray(quants.dequantize(int(kind), r.reshape(-1))).reshape(rows, cols) for r in raw]
+        )
         self.memory = []
         for form, r in zip(forms, raw, strict=True):
             if form == RAW:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -18,6 +19,8 @@ from freetoken.kernels.prompt_rows import add_expert_rows, halve_rows, rms_norm,
 
 BOUND = 1.5e-3
 """Largest error as a share of sqrt(sum (w x)^2): two roundings to fp16 of up to 2^-11 each, mostly far apart."""
+
+TILE = Tile(16, 16, 32, 4, 1)
 
 
 def halved(x: torch.Tensor) -> Rows:
@@ -40,8 +43,8 @@ def test_rows_with_a_scale() -> None:
     rows = halved(x)
     back = rows.x.float() * rows.scale[:, None]
     assert bool(rows.x[:7].isfinite().all())
-    assert bool(torch.isclose(back[:5], x[:5], rtol=5e-4, atol=0).all() | (x[:5].abs() < 1e-3 * x[:5].abs().amax(1, True)).all())
-    assert torch.equal(back[6], x[6].to(torch.float16).float()) or bool(torch.isclose(back[6], x[6], rtol=5e-4).all())
+    size = x[:7].abs().amax(1, keepdim=True)
+    assert bool(((back[:7] - x[:7]).abs() <= 2.0**-11 * x[:7].abs() + 2.0**-30 * size).all())
     assert bool(back[7].isinf()[3])
     assert bool((torch.frexp(rows.scale).mantissa == 0.5).all())
 
@@ -52,7 +55,7 @@ def test_product(n: int, rows: int, cols: int) -> None:
     x, w = torch.randn(n, cols, generator=rng) * 100, torch.randn(rows, cols, generator=rng)
     bias = torch.randn(rows, generator=rng)
     out = torch.full((n, rows + 8), 7.0)
-    product(halved(x), w.half(), out[:, 4 : 4 + rows], tile_for(n, 0), bias)
+    product(halved(x), w.half(), out[:, 4 : 4 + rows], TILE, bias)
     assert error(out[:, 4 : 4 + rows] - bias, x, w) < BOUND
     assert bool((out[:, :4] == 7).all()) and bool((out[:, 4 + rows :] == 7).all())
 
@@ -73,7 +76,7 @@ def test_experts(counts: list[int]) -> None:
     w = torch.randn(2, len(counts), ff, d, generator=rng) / 8
     down = torch.randn(len(counts), d, ff, generator=rng) / 8
     index = torch.randint(0, n, (first + total,), generator=rng, dtype=torch.int32)
-    tile = tile_for(8, 0)
+    tile = TILE
     listed = torch.from_numpy(tiles(np.array(counts), first, tile.m))
     h = torch.empty(total, ff)
     expert_glu_rows(halved(x), index, listed, w.half(), h, tile, first=first, activation=0)
@@ -85,7 +88,7 @@ def test_experts(counts: list[int]) -> None:
             mine = x[index[first + at : first + at + count].long()]
             gate, up = mine @ w[0, expert].T, mine @ w[1, expert].T
             want = torch.nn.functional.silu(gate) * up
-            assert float((h[at : at + count] - want).abs().max()) < 3e-3 * float(want.std())* 4
+            assert float((h[at : at + count] - want).abs().max()) < 1e-2 * float(want.std())
             assert error(y[at : at + count], h[at : at + count], down[expert]) < BOUND
         at += count
 
@@ -94,8 +97,8 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     rng = torch.Generator().manual_seed(5)
     x, w = torch.randn(40, 96, generator=rng), torch.randn(20, 96, generator=rng).half()
     whole, part = torch.empty(40, 20), torch.empty(3, 20)
-    product(halved(x), w, whole, tile_for(40, 0))
-    product(halved(x[18:21]), w, part, tile_for(40, 0))
+    product(halved(x), w, whole, TILE)
+    product(halved(x[18:21]), w, part, TILE)
     assert torch.equal(whole[18:21], part)
 
 
@@ -110,7 +113,7 @@ def test_experts_rows_are_added_in_any_cuts() -> None:
         want += weights[:, rank, None] * rows[positions[:, rank].long()]
     for cuts in ([0, 15], [0, 4, 5, 15]):
         y = torch.zeros(n, width)
-        for first, end in zip(cuts, cuts[1:], strict=False):
+        for first, end in itertools.pairwise(cuts):
             add_expert_rows(rows[first:end], positions, weights, y, first, end)
         assert torch.equal(y, want)
 
@@ -174,9 +177,19 @@ def compile_attention(dim: int, arch: int) -> str:
     m, block, warps, stages = _shape(dim, 2, arch)
     signature = dict.fromkeys(("q", "out", "scale"), "*fp32") | {"scale": "fp32", "table": "*i32"}
     signature |= dict.fromkeys(("k", "v"), "*fp16") | dict.fromkeys(("n", "start", "n_kv"), "i32")
-    numbers = {"N_HEAD": 32, "GROUP": 8, "DIM": dim, "D": dim, "DIM_V": dim, "DV": dim, "M_BLOCK": m, "BLOCK": block}
+    numbers: dict[str, object] = {
+        "N_HEAD": 32,
+        "GROUP": 8,
+        "DIM": dim,
+        "D": dim,
+        "DIM_V": dim,
+        "DV": dim,
+        "M_BLOCK": m,
+        "BLOCK": block,
+    }
+    numbers |= {"WINDOW": 0, "SOFTCAP": 0.0, "IS_WHILE": False}
     return compile_kernel(
-        "freetoken.kernels.prompt_attention", "attend_chunk_kernel", signature, numbers | {"WINDOW": 0, "SOFTCAP": 0.0, "IS_WHILE": False},
+        "freetoken.kernels.prompt_attention", "attend_chunk_kernel", signature, numbers,
         divisible=("q", "k", "v", "table", "out"), archs=(arch,), warps=warps, stages=stages,
     )  # fmt: skip
 

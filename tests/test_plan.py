@@ -186,7 +186,7 @@ def test_layers_whose_experts_pass_through() -> None:
     assert p.buffer_pool is not None and p.n_buffers == 2
     p = plan("qwen3-30b-a3b", 24, cpu_moe=True)
     assert len(p.classes) == 1 and p.buffer_pool is None and p.n_buffers == 2 and p.n_ctx == 40960
-    assert p.own_buffers_bytes == 2 * 128 * max(slots)
+    assert 0 <= p.own_buffers_bytes - 2 * 128 * max(slots) <= 2 * 4096, "two layers, and room to align their banks"
     assert plan("qwen3-30b-a3b", 8, cpu_moe=True).used_bytes < 7.3 * GIB
     assert plan("qwen3-30b-a3b", 141, n_cpu_moe=20, n_gpu_layers=10).passing == (), "they are not on the GPU"
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -107,11 +106,9 @@ class HostCopies:
 class CudaCopies(HostCopies):
     """Copies by the driver on a stream of their own."""
 
-    def __init__(self, device: torch.device) -> None:
-        name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
-        function = ctypes.CDLL(name).cuMemcpyHtoDAsync_v2
-        self._function = int(ctypes.cast(function, ctypes.c_void_p).value or 0)
-        self._stream = torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, copy_function: int) -> None:
+        self._function = copy_function
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._device = device
 
     def copy(self, runs: np.ndarray) -> None:
@@ -137,7 +134,8 @@ class CudaCopies(HostCopies):
 
 @dataclass(frozen=True)
 class Unit:
-    """Experts [first, end) of a layer, copied together. `regions`: where each bank's first one stands in a buffer."""
+    """Experts [first, end) of a layer, copied together. `regions`: where each bank's first one stands in a buffer; none
+    where a buffer holds no expert."""
 
     layer: int
     first: int
@@ -185,8 +183,9 @@ class Part:
 class ExpertStream:
     """Serves one chunk at a time: `begin`, `parts` for each layer in order, `end`. Used by the engine's thread."""
 
-    def __init__(self, pool: ExpertPool, device: torch.device) -> None:
-        self.copies = CudaCopies(device) if device.type == "cuda" else HostCopies()
+    def __init__(self, pool: ExpertPool, device: torch.device, copy_function: int = 0) -> None:
+        """`copy_function` is the address of the driver's cuMemcpyHtoDAsync, for a device that is not the host."""
+        self.copies = CudaCopies(device, copy_function) if device.type == "cuda" else HostCopies()
         self._pool = pool
         self._buffer_bytes = pool.staging.numel() // 2 // ALIGNMENT * ALIGNMENT
         self._bank_cuts = {i: self._cuts(layer) for i, layer in enumerate(pool.layers) if layer is not None}
@@ -268,14 +267,8 @@ class ExpertStream:
         n_expert = layer.banks[0].n_expert
         slack = len(layer.banks) * ALIGNMENT
         n = min(n_expert, max(self._buffer_bytes - slack, 0) // layer.expert_bytes)
-        if n == 0:
-            pool = self._pool.pool(number)
-            if pool is None or len(pool) < n_expert:
-                raise EngineError(
-                    f"the GPU memory for streaming ({2 * self._buffer_bytes} bytes) does not hold two experts of layer "
-                    f"{number} ({layer.expert_bytes} bytes each): give the expert cache more slots"
-                )
-            n = n_expert
+        if n == 0:  # no harm where every expert has a slot
+            return [Unit(number, 0, n_expert, ())]
         regions, at = [], 0
         for bank in layer.banks:
             regions.append(at)
@@ -316,6 +309,11 @@ class ExpertStream:
 
     def _copy(self, unit: Unit, wanted: np.ndarray, staged: Staged) -> None:
         banks = _banks(self._pool.layers[unit.layer]).banks
+        if not unit.regions:
+            raise EngineError(
+                f"the GPU memory for streaming ({2 * self._buffer_bytes} bytes) does not hold two experts of layer "
+                f"{unit.layer} ({sum(bank.expert_bytes for bank in banks)} bytes each): give the cache more slots"
+            )
         n = unit.end - unit.first
         edges = np.linspace(0, n, N_SLICES + 1).astype(int) if n >= 4 * N_SLICES else np.array([0, n])
         for a, b in zip(edges[:-1], edges[1:], strict=True):

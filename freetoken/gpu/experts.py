@@ -56,15 +56,17 @@ class GpuExperts:
         *,
         n_planes: int = 2,
         fill_order: str = "recent",
-        staging: Staging | None = None,
+        staging: Staging | int = 0,
         edges: Sequence[int] = (),
     ) -> None:
-        """`staging` names the slots that a prompt's experts stream through, `edges` host addresses that no copy may
-        cross (`ExpertPool`)."""
+        """`staging` names the slots that a prompt's experts stream through, or how many bytes are set aside for it;
+        `edges` are host addresses that no copy may cross (`ExpertPool`)."""
         self.layers = layers
         self.n_used = n_used
         self.edges = edges
-        self._staging = staging
+        n_own = staging if isinstance(staging, int) else 0
+        self._own_staging = torch.empty(n_own, dtype=torch.uint8, device=device)
+        self._staging = None if isinstance(staging, int) else staging
         self._device = device
         self._n_planes = n_planes
         self.n_expert = max(layer.banks[0].n_expert for layer in layers if layer is not None)
@@ -85,9 +87,9 @@ class GpuExperts:
 
     @property
     def staging(self) -> torch.Tensor:
-        """The bytes of the slots that a prompt streams through; `streaming` takes them out of the cache."""
+        """What a prompt streams through; `streaming` takes slots of it out of the cache."""
         if self._staging is None:
-            return torch.empty(0, dtype=torch.uint8, device=self._device)
+            return self._own_staging
         memory = self.memory.of_pool(self.state.pools[self._staging.pool])
         return memory[self._staging.first : self._staging.first + self._staging.n].view(-1)
 

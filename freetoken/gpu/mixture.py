@@ -7,6 +7,7 @@ experts' numbers, whatever the groups: so neither scratch, nor slots, nor the pl
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +18,7 @@ from freetoken.blocks import Experts, Weight
 from freetoken.experts.stream import ExpertStream, Part
 from freetoken.kernels.dequant import PLANES, RAW, dequantise
 from freetoken.kernels.glu import ACTIVATIONS
-from freetoken.kernels.grouped import Rows, Tile, expert_glu_rows, expert_products, tile_for, tiles
+from freetoken.kernels.grouped import Rows, expert_glu_rows, expert_products, tile_for, tiles
 from freetoken.kernels.prompt_rows import add_expert_rows, halve_rows
 
 __all__ = ["Keep", "Mixture", "Scratch", "upload"]
@@ -34,16 +35,21 @@ class Keep(Protocol):
         in the buffer, expert e of bank b at bases[b] + e * its bytes, in the file's form."""
 
 
-class Scratch:
-    """Memory of a prompt's products: `weights` fp16 and `rows` bytes; two tensors whatever the model."""
+SCRATCH_BYTES = 224 << 20
+ROWS_BYTES = 80 << 20
+"""What rows of routed pairs may take of the scratch; the rest is for fp16 matrices."""
 
-    def __init__(self, device: torch.device, weights_bytes: int = 128 << 20, rows_bytes: int = 96 << 20) -> None:
-        self.weights = torch.empty(weights_bytes // 2, dtype=torch.float16, device=device)
-        self.rows = torch.empty(rows_bytes, dtype=torch.uint8, device=device)
+
+class Scratch:
+    """Memory of a prompt's products, of one size whatever the model."""
+
+    def __init__(self, device: torch.device, n_bytes: int = SCRATCH_BYTES) -> None:
+        self.buffer = torch.empty(n_bytes // 256 * 256, dtype=torch.uint8, device=device)
+        self.halves = self.buffer.view(torch.float16)
 
     def matrices(self, *shape: int) -> torch.Tensor:
-        """fp16 [shape] at the start of `weights`."""
-        return self.weights[: int(np.prod(shape))].view(shape)
+        """fp16 [shape] at the start."""
+        return self.halves[: math.prod(shape)].view(shape)
 
 
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -105,40 +111,35 @@ class Mixture:
         self, layer: int, x: Rows, ids: torch.Tensor, weights: torch.Tensor, bank: Experts, activation: str
     ) -> torch.Tensor:
         """Weighted sum fp32 [n, n_embd] of what the chosen experts, ids int32 [n, k], make of x [n, n_embd]."""
-        wait = _count(ids, bank.n_expert)
+        flat = ids.reshape(-1).long()
+        wait = _Counts(flat, bank.n_expert)
+        n_tail = TAIL_TOKENS * ids.shape[1]
+        wait_tail = None if self._keep is None else _Counts(flat[-n_tail:], bank.n_expert)
         pairs = _sort(ids, weights)
         y = torch.zeros((ids.shape[0], bank.down.rows), dtype=torch.float32, device=ids.device)
-        counts, tail = wait()
+        counts = wait()
         active = max(int((counts > 0).sum()), 1)
-        shape = _Shape(bank, activation, self._scratch, ids.numel() / active, self._capability)
+        work = _Layer(bank, activation, self._scratch, ids.numel(), active, self._capability, x, pairs, y)
         start = 0
         for part in self._stream.parts(layer, counts):
             mine = counts[part.first : part.end]
-            groups = cut(mine, start, shape.max_experts(int((mine > 0).sum())), shape.max_rows)
+            groups = cut(mine, start, work.max_experts(int((mine > 0).sum())), work.max_rows)
             if groups:
-                tables = _Tables(part, mine, groups, start, shape, y.device)
-                for i, group in enumerate(groups):
-                    part.wait(part.first + int(group.experts[-1]))
-                    shape.run(x, pairs, group, tables, i, y)
+                work.run(part, mine, groups, start)
             start += int(mine.sum())
-            if self._keep is not None and part.staged is not None:
+            if self._keep is not None and wait_tail is not None and part.staged is not None:
                 staged = part.first + np.flatnonzero(part.staged.experts)
-                self._keep(layer, tail, staged, part.bases)
+                self._keep(layer, wait_tail(), staged, part.bases)
+        work.add_rows(start)
         return y
 
 
-def _count(ids: torch.Tensor, n_expert: int) -> _Counts:
-    counts = torch.zeros((2, n_expert), dtype=torch.int32, device=ids.device)
-    for row, some in enumerate((ids, ids[-TAIL_TOKENS:])):
-        flat = some.reshape(-1)
-        counts[row].scatter_add_(0, flat.long(), torch.ones_like(flat))
-    return _Counts(counts)
-
-
 class _Counts:
-    """Counts on their way to the host; called, it waits for them."""
+    """How many pairs each expert has, on its way to the host; called, it waits."""
 
-    def __init__(self, counts: torch.Tensor) -> None:
+    def __init__(self, ids: torch.Tensor, n_expert: int) -> None:
+        counts = torch.zeros(n_expert, dtype=torch.int64, device=ids.device)
+        counts.scatter_add_(0, ids, torch.ones_like(ids))
         self._event = None
         self._host = counts
         if counts.is_cuda:
@@ -162,110 +163,135 @@ def _sort(ids: torch.Tensor, weights: torch.Tensor) -> Sorted:
     return Sorted((order // k).to(torch.int32), positions, weights.gather(1, rank))
 
 
-class _Tables:
-    """What the groups of a part need on the device, uploaded in one piece: for group i, addresses and forms of its gate
-    and up matrices, then of down, and its tiles."""
+class _Layer:
+    """One layer's work: its matrices, how they are cut, and rows that wait to be added."""
 
     def __init__(
-        self, part: Part, counts: np.ndarray, groups: list[Group], start: int, shape: _Shape, device: torch.device
-    ) -> None:
-        starts = start + np.cumsum(counts) - counts
-        addresses, forms, listed = [], [], []
-        for group in groups:
-            e = group.experts
-            form = np.where(part.is_slot[e], PLANES, RAW)
-            addresses.append(part.addresses[:, e].reshape(-1))
-            forms.append(np.tile(form, 3))
-            begin = np.maximum(starts[e], group.first)
-            rows = np.minimum(starts[e] + counts[e], group.end) - begin
-            listed.append(tiles(rows, group.first, shape.tile_glu.m).reshape(-1))
-            listed.append(tiles(rows, group.first, shape.tile_down.m).reshape(-1))
-        wide = np.concatenate(addresses)
-        narrow = np.concatenate([*forms, *listed]).astype(np.int32)
-        data = upload(np.concatenate([wide.view(np.uint8), narrow.view(np.uint8)]), device)
-        sizes = [len(a) for a in addresses]
-        self.addresses = data[: wide.nbytes].view(torch.int64).split(sizes)
-        parts = data[wide.nbytes :].view(torch.int32).split([*sizes, *(len(t) for t in listed)])
-        self.forms = parts[: len(groups)]
-        self.tiles = [t.view(-1, 3) for t in parts[len(groups) :]]
-
-
-class _Shape:
-    """A layer's matrices, and how its groups are cut and computed."""
-
-    def __init__(self, bank: Experts, activation: str, scratch: Scratch, rows_each: float, capability: int) -> None:
+        self, bank: Experts, activation: str, scratch: Scratch, n_pairs: int, n_active: int, capability: int,
+        x: Rows, pairs: Sorted, y: torch.Tensor,
+    ) -> None:  # fmt: skip
         self._bank, self._activation = bank, ACTIVATIONS[activation]
-        self._scratch = scratch
-        self.tile_glu: Tile = tile_for(rows_each, capability, is_double=True)
-        self.tile_down: Tile = tile_for(rows_each, capability)
-        self._n_ff, self._d = bank.gate.rows, bank.down.rows
-        self.max_rows = max(scratch.rows.numel() // self._row_bytes - 1, 1)
-
-    @property
-    def _row_bytes(self) -> int:
-        """Of a pair: its hidden row in fp32 and in fp16 with its scale, and its output row, each from a multiple of 16."""
-        return 6 * self._n_ff + 4 + 4 * self._d + 4 * 16
+        self._x, self._pairs, self._y = x, pairs, y
+        self._tile_glu = tile_for(n_pairs / n_active, capability, is_double=True)
+        self._tile_down = tile_for(n_pairs / n_active, capability)
+        n_ff, d = bank.gate.rows, bank.down.rows
+        row_bytes = 6 * n_ff + 4 * d + 4
+        available = min(ROWS_BYTES, scratch.buffer.numel() // 2) - 4 * 256
+        self.max_rows = max(min(n_pairs, available // row_bytes), 1)
+        room = _Room(scratch.buffer)
+        self._hidden = room.take(torch.float32, self.max_rows, n_ff)
+        self._rows = room.take(torch.float32, self.max_rows, d)
+        self._halved = Rows(room.take(torch.float16, self.max_rows, n_ff), room.take(torch.float32, self.max_rows))
+        self._weights = room.rest()
+        self._first_row = 0
 
     def max_experts(self, n_active: int) -> int:
         """Experts in a group: as many as fit the scratch, spread evenly over the groups."""
-        fit = max(self._scratch.weights.numel() // (2 * self._n_ff * self._bank.gate.cols), 1)
+        fit = max(len(self._weights) // (2 * self._bank.gate.rows * self._bank.gate.cols), 1)
         n_groups = -(-max(n_active, 1) // fit)
         return -(-max(n_active, 1) // n_groups)
 
-    def run(self, x: Rows, pairs: Sorted, group: Group, tables: _Tables, i: int, y: torch.Tensor) -> None:
-        """Add what a group's experts make of their rows."""
-        n, n_experts = group.end - group.first, len(group.experts)
-        addresses, forms = tables.addresses[i], tables.forms[i]
-        room = _Room(self._scratch.rows)
-        hidden, rows = room.take(torch.float32, n, self._n_ff), room.take(torch.float32, n, self._d)
-        halved = Rows(room.take(torch.float16, n, self._n_ff), room.take(torch.float32, n))
-        bank = self._bank
+    def run(self, part: Part, counts: np.ndarray, groups: list[Group], start: int) -> None:
+        """Compute a part's groups; counts are those of its experts, whose rows begin at `start`."""
+        tables = _Tables(part, counts, groups, start, (self._tile_glu.m, self._tile_down.m), self._y.device)
+        for i, group in enumerate(groups):
+            part.wait(part.first + int(group.experts[-1]))
+            if group.end - self._first_row > self.max_rows:
+                self.add_rows(group.first)
+            self._compute(group, tables.addresses[i], tables.forms[i], tables.tiles[2 * i], tables.tiles[2 * i + 1])
+
+    def add_rows(self, end: int) -> None:
+        """Add the rows of positions before `end` that wait."""
+        first, self._first_row = self._first_row, end
+        rows = self._rows[: end - first]
+        add_expert_rows(rows, self._pairs.positions, self._pairs.weights, self._y, first, end)
+
+    def _compute(
+        self, group: Group, addresses: torch.Tensor, forms: torch.Tensor, tiles_glu: torch.Tensor,
+        tiles_down: torch.Tensor,
+    ) -> None:  # fmt: skip
+        n, n_experts, bank = group.end - group.first, len(group.experts), self._bank
+        hidden, halved = self._hidden[:n], Rows(self._halved.x[:n], self._halved.scale[:n])
         for first, end in self._parts(n_experts, 2, bank.gate):
-            w = self._scratch.matrices(2, n_experts, end - first, bank.gate.cols)
-            self._decode(bank.gate, bank.up, addresses, forms, w, first)
+            w = self._matrices(2, n_experts, end - first, bank.gate.cols)
+            self._decode(addresses, forms, w, first)
             expert_glu_rows(
-                x, pairs.index, tables.tiles[2 * i], w, hidden[:, first:end], self.tile_glu,
+                self._x, self._pairs.index, tiles_glu, w, hidden[:, first:end], self._tile_glu,
                 first=group.first, activation=self._activation,
             )  # fmt: skip
         halve_rows(hidden, halved.x, halved.scale)
-        at = slice(2 * n_experts, 3 * n_experts)
+        rows = self._rows[group.first - self._first_row : group.end - self._first_row]
+        down = addresses[2 * n_experts :]
         for first, end in self._parts(n_experts, 1, bank.down):
-            w = self._scratch.matrices(n_experts, end - first, bank.down.cols)
-            dequantise(bank.down.type, addresses[at], forms[at], w, matrix_rows=self._d, first_row=first)
-            out = rows[:, first:end]
-            expert_products(halved, tables.tiles[2 * i + 1], w, out, self.tile_down, first=group.first)
-        add_expert_rows(rows, pairs.positions, pairs.weights, y, group.first, group.end)
+            w = self._matrices(n_experts, end - first, bank.down.cols)
+            dequantise(bank.down.type, down, forms[:n_experts], w, matrix_rows=bank.down.rows, first_row=first)
+            expert_products(halved, tiles_down, w, rows[:, first:end], self._tile_down, first=group.first)
+
+    def _matrices(self, *shape: int) -> torch.Tensor:
+        return self._weights[: math.prod(shape)].view(shape)
 
     def _parts(self, n_experts: int, n_banks: int, w: Weight) -> list[tuple[int, int]]:
         """Ranges of a matrix's rows that fit the scratch at once."""
-        fit = self._scratch.weights.numel() // (n_banks * n_experts * w.cols)
-        step = w.rows if fit >= w.rows else max(fit // 64 * 64, 1)
+        fit = len(self._weights) // (n_banks * n_experts * w.cols)
+        step = w.rows if fit >= w.rows else max(fit // 64 * 64, min(fit, 16), 1)
         return [(first, min(first + step, w.rows)) for first in range(0, w.rows, step)]
 
-    def _decode(
-        self, gate: Weight, up: Weight, addresses: torch.Tensor, forms: torch.Tensor, w: torch.Tensor, first: int
-    ) -> None:
-        n = w.shape[1]
+    def _decode(self, addresses: torch.Tensor, forms: torch.Tensor, w: torch.Tensor, first: int) -> None:
+        """Rows of gate and up from `first` on, w fp16 [2, n, rows, cols]."""
+        n, gate, up = w.shape[1], self._bank.gate, self._bank.up
         if gate.type == up.type:
-            both = slice(0, 2 * n)
-            dequantise(
-                gate.type, addresses[both], forms[both], w.view(2 * n, *w.shape[2:]),
-                matrix_rows=gate.rows, first_row=first,
-            )  # fmt: skip
+            both = w.view(2 * n, *w.shape[2:])
+            dequantise(gate.type, addresses[: 2 * n], forms, both, matrix_rows=gate.rows, first_row=first)
             return
         for i, bank in enumerate((gate, up)):
             at = slice(i * n, (i + 1) * n)
-            dequantise(bank.type, addresses[at], forms[at], w[i], matrix_rows=bank.rows, first_row=first)
+            dequantise(bank.type, addresses[at], forms[:n], w[i], matrix_rows=bank.rows, first_row=first)
+
+
+class _Tables:
+    """What a part's groups need on the device, uploaded in one piece: for group i `addresses[i]` int64 of its gate, up
+    and down matrices, `forms[i]` int32 of gate and up, and `tiles[2 * i]` and the next, for tiles of either height."""
+
+    def __init__(
+        self, part: Part, counts: np.ndarray, groups: list[Group], start: int, heights: tuple[int, int],
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        ends = start + counts.cumsum()
+        form = np.where(part.is_slot, PLANES, RAW).astype(np.int32)
+        addresses, narrow, listed = [], [], []
+        for group in groups:
+            e = group.experts
+            addresses.append(part.addresses[:, e].reshape(-1))
+            narrow.append(np.concatenate([form[e], form[e]]))
+            rows = np.minimum(ends[e], group.end) - np.maximum(ends[e] - counts[e], group.first)
+            for height in heights[: 1 + (heights[0] != heights[1])]:
+                listed.append(tiles(rows, group.first, height).reshape(-1))
+        n_wide, sizes = sum(len(a) for a in addresses), [len(n) for n in narrow] + [len(t) for t in listed]
+        data = upload(np.concatenate([*(a.view(np.int32) for a in addresses), *narrow, *listed]), device)
+        self.addresses = _split(data[: 2 * n_wide].view(torch.int64), [len(a) for a in addresses])
+        parts = _split(data[2 * n_wide :], sizes)
+        self.forms = parts[: len(groups)]
+        found = [t.view(-1, 3) for t in parts[len(groups) :]]
+        self.tiles = found if heights[0] != heights[1] else [t for t in found for _ in range(2)]
+
+
+def _split(x: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    ends = np.cumsum(sizes).tolist()
+    return [x[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 class _Room:
-    """Tensors one after another in one buffer, each from a multiple of 16 bytes."""
+    """Tensors one after another in one buffer, each from a multiple of 256 bytes."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer, self._at = buffer, 0
 
     def take(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        n_bytes = int(np.prod(shape)) * dtype.itemsize
+        n_bytes = math.prod(shape) * dtype.itemsize
         part = self._buffer[self._at : self._at + n_bytes].view(dtype).view(shape)
-        self._at += -(-n_bytes // 16) * 16
+        self._at += -(-n_bytes // 256) * 256
         return part
+
+    def rest(self) -> torch.Tensor:
+        """What is left, as fp16."""
+        return self._buffer[self._at :].view(torch.float16)

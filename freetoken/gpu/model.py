@@ -155,12 +155,12 @@ class GpuModel:
         return pinned
 
 
-def _staging(plan: GpuPlan) -> Staging | None:
-    """The last slots of the pool that the plan names."""
-    if plan.buffer_pool is None or not plan.n_buffers:
-        return None
+def _staging(plan: GpuPlan) -> Staging | int:
+    """The last slots of the pool that the plan names, or bytes of their own."""
+    if plan.buffer_pool is None:
+        return plan.own_buffers_bytes
     n = plan.n_buffers * plan.buffer_slots
-    return Staging(plan.buffer_pool, plan.n_slots[plan.buffer_pool] - n, n)
+    return Staging(plan.buffer_pool, plan.n_slots[plan.buffer_pool] - n, n) if n else 0
 
 
 def _pinned_memory(n_bytes: int) -> np.ndarray | None:

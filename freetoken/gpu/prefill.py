@@ -17,6 +17,7 @@ import torch
 from freetoken.batch import Batch, Stopped
 from freetoken.blocks import ROPE_BLOCK, Experts, Model, Norm, RopeTable, Weight
 from freetoken.experts.stream import ExpertPool, ExpertStream
+from freetoken.gpu import driver
 from freetoken.gpu.mixture import Keep, Mixture, Scratch, upload
 from freetoken.kernels.dequant import PLANES, dequantise
 from freetoken.kernels.grouped import Rows, product, tile_for
@@ -121,7 +122,8 @@ class PrefillOps:
         if device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(device)
             self._capability = 10 * major + minor
-        self._stream = None if pool is None else ExpertStream(pool, device)
+        copy_function = driver.memcpy_async_address() if device.type == "cuda" else 0
+        self._stream = None if pool is None else ExpertStream(pool, device, copy_function)
         self._mixture = None if self._stream is None else Mixture(self._stream, scratch, self._capability, keep)
         banks = [] if pool is None else [layer for layer in pool.layers if layer is not None]
         self._layer_of = {layer.banks[0].name: layer.layer for layer in banks}
@@ -173,7 +175,7 @@ class PrefillOps:
         rows = self._halve(x)
         y = torch.empty((x.shape[0], weight.rows), dtype=torch.float32, device=self._device)
         tile = tile_for(x.shape[0], self._capability)
-        step = max(self._scratch.weights.numel() // weight.cols // 256 * 256, 1)
+        step = max(self._scratch.halves.numel() // weight.cols // 256 * 256, 1)
         address = self._address(matrix)
         for row in range(0, weight.rows, step):
             end = min(row + step, weight.rows)
@@ -270,7 +272,9 @@ class PrefillOps:
         for pages, x in ((self._pages.k[layer], k), (self._pages.v[layer], v)):
             heads = x.view(x.shape[0], pages.shape[1], -1)
             pages[self._places[0], :, self._places[1]] = heads.to(pages.dtype)
-        out = torch.empty((q.shape[0], n_head * self._pages.v[layer].shape[3]), dtype=torch.float32, device=self._device)
+        out = torch.empty(
+            (q.shape[0], n_head * self._pages.v[layer].shape[3]), dtype=torch.float32, device=self._device
+        )
         attend_chunk(
             q, self._pages.k[layer], self._pages.v[layer], self._table, out, start=self._start, n_head=n_head,
             scale=scale, window=window, softcap=softcap, capability=self._capability,

@@ -17,6 +17,7 @@ import triton.language as tl
 from freetoken import quants
 from freetoken.kernels import layout
 from freetoken.kernels.dequant_types import eight_values
+from freetoken.kernels.fast_launch import launch
 from freetoken.kernels.matvec import TYPE_CLASS
 from freetoken.kernels.tables import table
 from freetoken.quants import GgmlType
@@ -27,6 +28,8 @@ RAW, PLANES = 0, 1
 """Forms of a matrix: as in the file, or as `kernels.layout` lays it."""
 VALUES = 4096
 """Values of one program."""
+HOST_VALUES = 1 << 17
+"""The most under Triton's interpreter, whose time is that of its steps."""
 MAX_FIELDS = 5
 
 
@@ -149,7 +152,8 @@ def dequantise(
 ) -> None:
     """out [n, rows, cols], fp16 or fp32 = rows first_row... of n matrices [matrix_rows, cols] of a type.
 
-    `addresses` int64 [n]: where each starts on the device (multiples of 16); one of 0 is left out. `forms` int32 [n] of
+    `addresses` int64 [n]: where each starts on the device (at a multiple of 16, or of
+    what divides a matrix's bytes); one of 0 is left out. `forms` int32 [n] of
     RAW or PLANES. `first_units` int64 [n]: blocks (float types: values) to begin later, for each.
     """
     n, rows, cols = out.shape
@@ -163,22 +167,26 @@ def dequantise(
         raise ValueError(f"{quants.type_name(type_id)} has no kernel")
     if not n or not rows:
         return
+    values = VALUES if out.is_cuda else max(min(HOST_VALUES, triton.next_power_of_2(rows * cols)), 256)
     if is_float(type_id):
         size = 4 if type_id == GgmlType.F32 else 2
-        convert_kernel[(triton.cdiv(rows * cols, VALUES), n)](
-            *(addresses, first_units, out, first_row * cols, rows * cols),
-            *(int(type_id), VALUES, math.gcd(16, matrix_rows * cols * size)),
-            num_warps=4,
+        launch(
+            convert_kernel,
+            (triton.cdiv(rows * cols, values), n, 1),
+            (addresses, first_units, out, first_row * cols, rows * cols),
+            (int(type_id), values, math.gcd(16, matrix_rows * cols * size)),
+            warps=4,
         )
         return
     width = TYPE_CLASS[type_id]
     a_row = cols // width
     block_bytes = quants.TYPES[type_id].block_bytes
     starts = [*layout.plane_offsets(type_id, matrix_rows * a_row)[1:-1], *[0] * MAX_FIELDS][: MAX_FIELDS - 1]
-    dequantise_kernel[(triton.cdiv(rows * a_row, VALUES // width), n)](
-        *(addresses, forms, first_units, out, table(type_id, out.device), first_row * a_row, rows * a_row, *starts),
-        *(int(type_id), block_bytes, width, VALUES // width, math.gcd(16, matrix_rows * a_row * block_bytes)),
-        layout.is_identity(type_id),
-        num_warps=4,
-        enable_fp_fusion=False,
+    align = math.gcd(16, matrix_rows * a_row * block_bytes)
+    launch(
+        dequantise_kernel,
+        (triton.cdiv(rows * a_row, values // width), n, 1),
+        (addresses, forms, first_units, out, table(type_id, out.device), first_row * a_row, rows * a_row, *starts),
+        (int(type_id), block_bytes, width, values // width, align, layout.is_identity(type_id)),
+        warps=4,
     )

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from freetoken.kernels.checks import check
 from freetoken.kernels.functions import activate
+from freetoken.kernels.fast_launch import launch
 
 __all__ = ["Rows", "Tile", "expert_glu_rows", "expert_products", "product", "tile_for", "tiles"]
 
@@ -45,7 +46,7 @@ def tile_for(n_rows: float, capability: int, *, is_double: bool = False) -> Tile
     `is_double`: two products at once, with two sets of sums.
     """
     if capability == 0:
-        return Tile(16, 16, 32, 4, 1)
+        return Tile(32, 128, 256, 4, 1)  # the interpreter's time is that of its steps
     if n_rows <= 24:
         return Tile(16, 64, 64, 4, 3 if capability >= 80 else 1)
     if n_rows <= 48:
@@ -63,11 +64,11 @@ def tiles(counts: np.ndarray, first: int, m: int) -> np.ndarray:
     """int32 [n, 3] of (matrix, first row, end row) for matrices with counts[i] rows one after another from `first`."""
     n_tiles = -(-counts // m)
     matrix = np.repeat(np.arange(len(counts)), n_tiles)
-    starts = first + np.concatenate([[0], np.cumsum(counts)[:-1]])
-    number = np.arange(len(matrix)) - np.repeat(np.cumsum(n_tiles) - n_tiles, n_tiles)
-    begin = starts[matrix] + number * m
-    end = np.minimum(begin + m, (starts + counts)[matrix])
-    return np.stack([matrix, begin, end], axis=1).astype(np.int32)
+    ends = first + counts.cumsum()
+    begin = (ends - counts)[matrix] + m * (np.arange(len(matrix)) - (n_tiles.cumsum() - n_tiles)[matrix])
+    found = np.empty((len(matrix), 3), np.int32)
+    found[:, 0], found[:, 1], found[:, 2] = matrix, begin, np.minimum(begin + m, ends[matrix])
+    return found
 
 
 @triton.jit(do_not_specialize=["n_rows", "first", "x_first"])
@@ -93,11 +94,11 @@ def product_kernel(
         begin = (band * 8 + inside % height) * M_BLOCK
         end = n_rows
         column0 = inside // height * N_BLOCK
-        matrix = 0
+        mine = b
     else:
         entry = tile_list + pid // n_n * 3
         column0 = pid % n_n * N_BLOCK
-        matrix = tl.load(entry)
+        mine = b + tl.load(entry).to(tl.int64) * (N * K)
         begin = tl.load(entry + 1)
         end = tl.load(entry + 2)
     position = begin + tl.arange(0, M_BLOCK)
@@ -108,9 +109,7 @@ def product_kernel(
     in_n = tl.minimum(column, N - 1)
     k = tl.arange(0, K_BLOCK)
     x_at = x + row.to(tl.int64)[:, None] * K + k[None, :]
-    b_at = b + matrix.to(tl.int64) * (N * K) + in_n[None, :] * K + k[:, None] if tile_list is not None else (
-        b + in_n.to(tl.int64)[None, :] * K + k[:, None]
-    )
+    b_at = mine + in_n.to(tl.int64)[None, :] * K + k[:, None]
     total = tl.zeros([M_BLOCK, N_BLOCK], tl.float32)
     if ACTIVATION >= 0:
         other = tl.zeros([M_BLOCK, N_BLOCK], tl.float32)
@@ -141,10 +140,8 @@ def product_kernel(
 
 
 def _launch(grid: int, tile: Tile, arguments: tuple[object, ...], n: int, k: int, activation: int) -> None:
-    product_kernel[(grid,)](
-        *arguments, N=n, K=k, M_BLOCK=tile.m, N_BLOCK=tile.n, K_BLOCK=tile.k, ACTIVATION=activation,
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
-    )  # fmt: skip
+    constants = (n, k, tile.m, tile.n, tile.k, activation)
+    launch(product_kernel, (grid, 1, 1), arguments, constants, tile.warps, tile.stages)
 
 
 def _check_out(out: torch.Tensor, n: int, rows: int) -> None:

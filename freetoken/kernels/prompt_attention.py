@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels.checks import check, next_power_of_2
+from freetoken.kernels.fast_launch import launch
 from freetoken.kernels.pages import PAGE
 
 __all__ = ["attend_chunk"]
@@ -146,19 +147,22 @@ def attend_chunk(
     d, dv = max(next_power_of_2(dim), 16), max(next_power_of_2(dim_v), 16)
     m, block, warps, stages = _shape(max(d, dv), k.dtype.itemsize, capability)
     if n:
-        attend_chunk_kernel[(triton.cdiv(n, m), n_head)](
-            q, k, v, table, out, n, start, scale, n_kv, N_HEAD=n_head, GROUP=n_head // n_kv, DIM=dim, D=d, DIM_V=dim_v,
-            DV=dv, M_BLOCK=m, BLOCK=block, WINDOW=window, SOFTCAP=softcap, IS_WHILE=capability == 0,
-            num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+        launch(
+            attend_chunk_kernel,
+            (triton.cdiv(n, m), n_head, 1),
+            (q, k, v, table, out, n, start, scale, n_kv),
+            (n_head, n_head // n_kv, dim, d, dim_v, dv, m, block, window, softcap, capability == 0),
+            warps,
+            stages,
+        )
 
 
 def _shape(width: int, element_bytes: int, capability: int) -> tuple[int, int, int, int]:
     """Queries and positions of a tile, warps and stages."""
     if capability == 0:
-        return 16, 16, 4, 1
+        return 32, 64, 4, 1
     if capability < 80 or element_bytes == 4:
         return (64, 32, 4, 1) if width <= 128 else (32, 16, 4, 1)
     if capability in (90, 100):
-        return (128, 64, 8, 3) if width <= 128 else (64, 64, 4, 2)
+        return (128, 128, 8, 3) if width <= 128 else (64, 64, 4, 2)
     return (64, 64, 4, 2) if width <= 128 else (64, 32, 4, 2)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels.checks import check, next_power_of_2
+from freetoken.kernels.fast_launch import launch
 
 __all__ = ["add_expert_rows", "halve_rows", "rms_norm", "rotate"]
 
@@ -16,21 +17,24 @@ TILE = 4096
 """Values that a program holds at once."""
 
 
-@triton.jit
-def halve_kernel(x, out, scale, N: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    top = tl.zeros([BLOCK], tl.int32)
+@triton.jit(do_not_specialize=["rows"])
+def halve_kernel(x, out, scale, rows, N: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    at = tl.arange(0, BLOCK)[None, :]
+    place = row.to(tl.int64)[:, None] * N + at
+    top = tl.zeros([R, BLOCK], tl.int32)
     for start in range(0, N, BLOCK):
-        value = tl.load(x + row * N + start + at, mask=start + at < N, other=0.0)
+        mask = (row[:, None] < rows) & (start + at < N)
+        value = tl.load(x + place + start, mask=mask, other=0.0)
         top = tl.maximum(top, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    exponent = tl.max(top, axis=0) >> 23
+    exponent = tl.max(top, axis=1) >> 23
     power = tl.minimum(268 - exponent, 253)  # makes the largest value 2^14 to 2^15
     factor = (power << 23).to(tl.float32, bitcast=True)
     for start in range(0, N, BLOCK):
-        value = tl.load(x + row * N + start + at, mask=start + at < N, other=0.0)
-        tl.store(out + row * N + start + at, (value * factor).to(tl.float16), mask=start + at < N)
-    tl.store(scale + row, ((254 - power) << 23).to(tl.float32, bitcast=True))
+        mask = (row[:, None] < rows) & (start + at < N)
+        value = tl.load(x + place + start, mask=mask, other=0.0)
+        tl.store(out + place + start, (value * factor[:, None]).to(tl.float16), mask=mask)
+    tl.store(scale + row, ((254 - power) << 23).to(tl.float32, bitcast=True), mask=row < rows)
 
 
 def halve_rows(x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor) -> None:
@@ -40,8 +44,11 @@ def halve_rows(x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor) -> None:
     check("out", out, torch.float16, n, width)
     check("scale", scale, torch.float32, n)
     block = min(max(next_power_of_2(width), 32), TILE)
+    r = max(TILE // 2 // block, 1)
     if n:
-        halve_kernel[(n,)](x, out, scale, N=width, BLOCK=block, num_warps=max(1, min(8, block // 512)))
+        launch(
+            halve_kernel, (triton.cdiv(n, r), 1, 1), (x, out, scale, n), (width, r, block), 8 if block == TILE else 4
+        )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -65,7 +72,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
     w = next_power_of_2(width)
     r = max(TILE // 2 // w, 1)
     if rows:
-        rms_norm_kernel[(triton.cdiv(rows, r),)](x, weight, out, rows, eps, N=width, W=w, R=r, num_warps=4)
+        launch(rms_norm_kernel, (triton.cdiv(rows, r), 1, 1), (x, weight, out, rows, eps), (width, w, r), warps=4)
 
 
 @triton.jit
@@ -96,10 +103,8 @@ def rotate(x: torch.Tensor, table: torch.Tensor, n_head: int, *, is_neox: bool) 
     block = next_power_of_2(half)
     heads = min(next_power_of_2(n_head), max(TILE // 2 // block, 1))
     if n:
-        rotate_kernel[(n, triton.cdiv(n_head, heads))](
-            x, table, N_HEAD=n_head, HEAD_DIM=width // n_head, HALF=half, BLOCK_HALF=block, HEADS=heads,
-            IS_NEOX=is_neox, num_warps=4,
-        )  # fmt: skip
+        grid = (n, triton.cdiv(n_head, heads), 1)
+        launch(rotate_kernel, grid, (x, table), (n_head, width // n_head, half, block, heads, is_neox), warps=4)
 
 
 @triton.jit(do_not_specialize=["first", "end"])
@@ -138,6 +143,5 @@ def add_expert_rows(
     check("y", y, torch.float32, n, width)
     block = min(next_power_of_2(width), 1024)
     if n and end > first:
-        add_expert_rows_kernel[(n, triton.cdiv(width, block))](
-            rows, positions, weights, y, first, end, N=width, K=k, BLOCK=block, num_warps=4, enable_fp_fusion=False
-        )
+        grid = (n, triton.cdiv(width, block), 1)
+        launch(add_expert_rows_kernel, grid, (rows, positions, weights, y, first, end), (width, k, block), warps=4)
