@@ -33,7 +33,7 @@ from freetoken.request import DoneEvent, ErrorEvent, Request, SamplingParams, To
 from freetoken.runner import Runner
 
 PARTS = ("decode", "prefill", "first", "hash")
-SAMPLED = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, ignore_eos=False, seed=1)
+SAMPLED = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
 
 
 @dataclass
@@ -131,14 +131,24 @@ def step_of_hits(engine: Engine, n_positions: int) -> float:
     return float(begin.elapsed_time(end)) / 20
 
 
+def own_text(engine: Engine, n: int, seed: int, vocab: int) -> list[int]:
+    """n tokens that the model goes on with itself after a random one, so that their experts are those of a text."""
+    rng = np.random.default_rng(seed)
+    tokens: list[int] = []
+    while len(tokens) < n:
+        start = rng.integers(300, vocab, 1).tolist()
+        more = dataclasses.replace(SAMPLED, n_predict=n - len(tokens), seed=int(rng.integers(1 << 30)))
+        tokens += [*start, *ask(engine, start, more).tokens]
+    return tokens[:n]
+
+
 def decode(engine: Engine, name: str, args: argparse.Namespace, rate_gbs: float) -> list[Row]:
     """Tokens a second of one stream, with its hits and its roofline."""
-    rng = np.random.default_rng(5)
     speeds, hit_rates, shares = [], [], []
     hits_ms = 0.0
     for i in range(-1, args.repetitions):
-        prompt = rng.integers(300, args.vocab, args.prompt).tolist()
-        params = dataclasses.replace(SAMPLED, n_predict=args.tokens, seed=i + 2, ignore_eos=True)
+        prompt = own_text(engine, args.prompt, i + 50, args.vocab)
+        params = dataclasses.replace(SAMPLED, n_predict=args.tokens, seed=i + 2)
         ask(engine, prompt, dataclasses.replace(params, n_predict=1))
         before = counters(engine)
         answer = ask(engine, prompt, params)
@@ -171,18 +181,17 @@ def prefill(engine: Engine, name: str, args: argparse.Namespace) -> list[Row]:
     for _ in range(args.repetitions + 1):
         prompt = rng.integers(300, args.vocab, args.long).tolist()
         times.append(ask(engine, prompt, params).first_s)
-    return [
-        Row(name, f"prefill of {args.long}", args.long / statistics.median(times[1:]), "tok/s", f"first {times[0]:.1f} s")
-    ]
+    speed = args.long / statistics.median(times[1:])
+    return [Row(name, f"prefill of {args.long}", speed, "tok/s", f"first {times[0]:.1f} s")]
 
 
 def first(engine: Engine, name: str, args: argparse.Namespace) -> list[Row]:
     """Seconds to the first token of a short prompt, and of one new token after a cached prefix."""
-    rng = np.random.default_rng(7)
-    params = SamplingParams(n_predict=4, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(n_predict=4, temperature=0.0)
     short, one = [], []
-    for _ in range(args.repetitions + 1):
-        prompt = rng.integers(300, args.vocab, 64).tolist()
+    for i in range(args.repetitions + 1):
+        prompt = own_text(engine, 64, 100 + i, args.vocab)
+        own_text(engine, 64, 200 + i, args.vocab)  # another topic has the slots
         short.append(ask(engine, prompt, params).first_s)
         one.append(ask(engine, [*prompt, 700], params).first_s)
     return [
@@ -212,7 +221,8 @@ def memory(engine: Engine, name: str) -> Row:
     plan = runner_of(engine).gpu.plan  # type: ignore[union-attr]
     free, _ = torch.cuda.mem_get_info()
     planned = plan.dense_bytes + plan.slots_bytes + plan.kv_bytes
-    return Row(name, "GPU memory beyond the plan's parts", (plan.free_bytes - free - planned) / 1e6, "MB")
+    peak = f"allocated at most {torch.cuda.max_memory_allocated() / 1e6:.0f} MB"
+    return Row(name, "GPU memory beyond the plan's parts", (plan.free_bytes - free - planned) / 1e6, "MB", peak)
 
 
 def run(args: argparse.Namespace) -> list[Row]:
