@@ -212,6 +212,7 @@ class Kernels:
         banks = [
             fill_bank(type_id, *shape, memory[i].data_ptr(), sum(sizes[:i]), DEVICE) for i, shape in enumerate(shapes)
         ]
+        self.memory = memory  # kernels know its address only
         slots = torch.zeros((64, sum(sizes)), dtype=torch.uint8, device=DEVICE)
         counts = torch.tensor([8, 0, 8, n_fills, 0], dtype=torch.int32, device=DEVICE)
         lists = [torch.arange(8, dtype=torch.int32, device=DEVICE) + 8 * i for i in range(8)]
@@ -348,7 +349,8 @@ def main() -> None:
     torch.manual_seed(1)
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
     for n in arguments.tokens:
-        for name, make in Kernels(n).cases():
+        kernels = Kernels(n)
+        for name, make in kernels.cases():
             if re.search(arguments.only, name):
                 case = make(name)
                 us = graph_us(case.launches, LAUNCHES)

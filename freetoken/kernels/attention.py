@@ -67,6 +67,11 @@ def heads_per_program(n: int, n_head: int, n_kv: int, n_splits: int, n_processor
     return heads
 
 
+def _shape(heads: int) -> tuple[int, int]:
+    """Warps of a program, and positions whose values it loads at once."""
+    return 4, 64
+
+
 def merged_heads(n_head: int, heads: int, dim_v: int, cls: int) -> int:
     """Heads whose splits one program can merge, so that their values are whole blocks; 0 where there is no number."""
     merged = max(heads, cls // dim_v)
@@ -296,6 +301,7 @@ def attend(
         raise ValueError(f"{heads} of {n_head} query heads of {n_kv} KV heads, or records of {width} values")
     activation, cls = arguments(quantised, n, n_head * dim_v)
     merged = merged_heads(n_head, heads, dim_v, cls)
+    warps, unroll = _shape(heads)
     shape = {"N_HEAD": n_head, "DIM_V": dim_v, "WIDTH": width, "MAX_SPLITS": n_splits, "WINDOW": mask.window}
     attend_split_kernel[(min(n_splits, n_programs), n_head // heads, n)](
         q,
@@ -318,11 +324,11 @@ def attend(
         BLOCK_V=next_power_of_2(dim_v),
         MAX_PAGES=pages.table.shape[1],
         HAS_CAP=mask.softcap != 0.0,
-        UNROLL=64,
+        UNROLL=unroll,
         MERGED=merged,
         CLS=cls,
         PLANES=planes,
-        num_warps=4,
+        num_warps=warps,
         **options(q),
     )
     if merged:

@@ -161,8 +161,9 @@ def block_products(TYPE: tl.constexpr, w, n_blocks, row0, rows, q, dx, extra, st
         if P * L < 32:  # rows are in lanes: their integers of the activation too, so that nothing changes lanes
             piece += 0 * row
         term = terms(TYPE, w, first, n_blocks, row * N + at, piece, live, q, dx, extra, WAITS)
-        for c in tl.static_range(C):
-            lanes += tl.sum(tl.where(round == c, term, 0.0), axis=4)
+        bits = term.to(tl.int32, bitcast=True)
+        for c in tl.static_range(C):  # sums of one number and zeros; as integers they cost nothing within a thread
+            lanes += tl.sum(tl.where(round == c, bits, 0), axis=4).to(tl.float32, bitcast=True)
     return tree8(lanes, P, L, R, T)
 
 
