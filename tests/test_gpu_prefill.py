@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -288,6 +289,26 @@ def test_runs_end_where_a_locked_range_ends(mixed: Path, threads: native.Pool) -
     first = 2 * size + 5
     assert mine == [(0, first), (first, 2 * size - 5), (4 * size, size), (7 * size, 3 * size)]
     m.file.close()
+
+
+def test_copies_in_one_call() -> None:
+    """The native loop hands each run and the stream to the driver's function, and stops at its first error."""
+    seen: list[tuple[int, int, int, int]] = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    def copy(to: int, start: int, n_bytes: int, stream: int) -> int:
+        seen.append((to, start, n_bytes, stream))
+        return 7 if n_bytes == 30 else 0
+
+    address = ctypes.cast(copy, ctypes.c_void_p).value
+    assert address is not None
+    runs = np.array([[1 << 40, 11, 10], [2, 12, 20], [3, 13, 30], [4, 14, 40]], np.uint64)
+    assert native.copy_runs(address, runs[:2], 99) == 0
+    assert seen == [(1 << 40, 11, 10, 99), (2, 12, 20, 99)]
+    assert native.copy_runs(address, runs, 99) == 7
+    assert len(seen) == 5
+    with pytest.raises(EngineError, match=r"uint64 \[n, 3\]"):
+        native.copy_runs(address, runs.astype(np.int64), 99)
 
 
 def test_plan() -> None:

@@ -12,6 +12,7 @@ Called by the prompt's mixture of experts; knows neither kernels nor architectur
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 ALIGNMENT = 256
 N_SLICES = 4
-"""A unit is copied in so many slices, each with an event of its own: the first experts are used before the last come."""
+"""A unit is copied in so many slices, each with an event of its own: the first experts need not wait for the last."""
 INDEPENDENT = 0.3
 """Tokens of a text repeat each other's experts: n of them choose as many as this share of n would, chosen blindly."""
 COPY_RATE, DECODE_RATE, PRODUCT_RATE = 50e9, 600e9, 150e12
@@ -187,12 +188,14 @@ class ExpertStream:
         """`copy_function` is the address of the driver's cuMemcpyHtoDAsync, for a device that is not the host."""
         self.copies = CudaCopies(device, copy_function) if device.type == "cuda" else HostCopies()
         self._pool = pool
-        self._buffer_bytes = pool.staging.numel() // 2 // ALIGNMENT * ALIGNMENT
+        self._first = -(-pool.staging.data_ptr() // ALIGNMENT) * ALIGNMENT
+        n_bytes = pool.staging.numel() - (self._first - pool.staging.data_ptr())
+        self._buffer_bytes = max(n_bytes, 0) // 2 // ALIGNMENT * ALIGNMENT
         self._bank_cuts = {i: self._cuts(layer) for i, layer in enumerate(pool.layers) if layer is not None}
         self._units = {i: self._units_of(i, layer) for i, layer in enumerate(pool.layers) if layer is not None}
         if any(len(units) > 1 for units in self._units.values()):
             logger.warning(
-                "prompts: the GPU memory for streaming (%.0f MiB) does not hold two layers of experts: they come in parts",
+                "prompts: GPU memory for streaming (%.0f MiB) holds less than two layers, they come in parts",
                 pool.staging.numel() / 2**20,
             )
         self._ahead: dict[tuple[int, int], Staged] = {}
@@ -304,8 +307,7 @@ class ExpertStream:
 
     def _start(self, buffer: int) -> int:
         """The buffer's address."""
-        start = self._pool.staging.data_ptr()
-        return -(-start // ALIGNMENT) * ALIGNMENT + buffer * self._buffer_bytes
+        return self._first + buffer * self._buffer_bytes
 
     def _copy(self, unit: Unit, wanted: np.ndarray, staged: Staged) -> None:
         banks = _banks(self._pool.layers[unit.layer]).banks
@@ -316,7 +318,7 @@ class ExpertStream:
             )
         n = unit.end - unit.first
         edges = np.linspace(0, n, N_SLICES + 1).astype(int) if n >= 4 * N_SLICES else np.array([0, n])
-        for a, b in zip(edges[:-1], edges[1:], strict=True):
+        for a, b in itertools.pairwise(edges):
             if not wanted[a:b].any():
                 continue
             runs = _runs(wanted[a:b]) + a

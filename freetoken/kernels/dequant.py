@@ -62,7 +62,7 @@ def common_power(a, b):
 
 @triton.jit
 def to_kind(x, KIND: tl.constexpr):
-    if KIND == tl.float16:
+    if KIND == tl.float16:  # noqa: SIM300
         x = tl.minimum(x, 65504.0, propagate_nan=tl.PropagateNan.ALL)
         x = tl.maximum(x, -65504.0, propagate_nan=tl.PropagateNan.ALL)
     return x.to(KIND)

@@ -77,11 +77,11 @@ def product_kernel(
     N: tl.constexpr, K: tl.constexpr, M_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows times matrix (b + matrix * N * K) [N, K].
+    """A tile of rows times a matrix [N, K], the n-th of those that lie one after another at `b`.
 
-    Without a list, all n_rows rows and one matrix. With it, positions of its rows: position p is row index[p] of x, or
-    row p - x_first without an index, and row p - first of `out`. ACTIVATION -1: a product; else that of gate, times that
-    of the matrix `second` values on.
+    Without a list, all n_rows rows and the one matrix. With it, positions: position p is row index[p] of x, or row
+    p - x_first without an index, and row p - first of `out`. ACTIVATION -1: a product; else the gate's, activated,
+    times that of the matrix `second` values on.
     """
     n_n: tl.constexpr = (N + N_BLOCK - 1) // N_BLOCK
     pid = tl.program_id(0)
