@@ -19,9 +19,11 @@ from triton.compiler import ASTSource
 module, name, signature, constexprs, divisible, warps, stages, archs = eval(sys.argv[1])
 kernel = getattr(importlib.import_module(module), name)
 attrs = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in divisible}
-signature = signature | dict.fromkeys(constexprs, "constexpr")
-signature = {n: signature[n] for n in kernel.arg_names}
 for arch in archs:
+    if "IS_CHAINED" in kernel.arg_names:
+        constexprs = constexprs | {"IS_CHAINED": arch >= 90}
+    signature = signature | dict.fromkeys(constexprs, "constexpr")
+    signature = {n: signature[n] for n in kernel.arg_names}
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(n),): v for n, v in constexprs.items()}, attrs)
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
     limit = MAX_SHARED[arch] * 1024

@@ -1,11 +1,14 @@
-"""What tests of Triton kernels share: bits compared with the reference, activations read back. Import it before
-anything that imports triton: it turns the interpreter on."""
+"""What tests of Triton kernels share: bits compared with the reference, activations read back.
+
+Import it before anything that imports triton: it turns the interpreter on, unless FREETOKEN_TEST_DEVICE names a device
+to run the same tests on ("cuda"). Tensors that tests make without naming a device are made there.
+"""
 
 from __future__ import annotations
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"
+os.environ["TRITON_INTERPRET"] = "0" if os.environ.get("FREETOKEN_TEST_DEVICE") else "1"
 
 import numpy as np
 import torch
@@ -14,15 +17,23 @@ from numpy.typing import ArrayLike
 from freetoken import reference
 from freetoken.kernels.activations import Activation
 
+DEVICE = os.environ.get("FREETOKEN_TEST_DEVICE") or "cpu"
+torch.set_default_device(None if DEVICE == "cpu" else DEVICE)
+
 
 def tensor(x: ArrayLike) -> torch.Tensor:
     """A tensor of its own with the values of x."""
-    return torch.from_numpy(np.array(x))
+    return torch.from_numpy(np.array(x)).to(DEVICE)
+
+
+def array(x: torch.Tensor) -> np.ndarray:
+    """Its values."""
+    return x.cpu().numpy()
 
 
 def assert_same_bits(got: torch.Tensor | np.ndarray, expected: ArrayLike) -> None:
     """Equal bit by bit, but for a NaN's sign and payload."""
-    a, b = np.asarray(got), np.asarray(expected)
+    a, b = array(got) if isinstance(got, torch.Tensor) else np.asarray(got), np.asarray(expected)
     assert a.shape == b.shape and a.dtype == b.dtype, (a.shape, b.shape, a.dtype, b.dtype)
     integer = np.dtype(f"i{a.dtype.itemsize}")
     differs = np.ascontiguousarray(a).view(integer) != np.ascontiguousarray(b).view(integer)
@@ -36,11 +47,11 @@ def assert_quantised(got: Activation, rows: np.ndarray, planes: int = 2) -> None
     for i, row in enumerate(rows):
         expected = reference.quantize(row, got.width, planes)
         hi, lo = expected.hi.reshape(-1), expected.lo.reshape(-1)
-        stored = 65536 * hi + lo if got.width == 256 and planes == 2 else expected.a.reshape(-1)
-        q = got.q[i].numpy().reshape(-1, 4, 64).transpose(0, 2, 1).reshape(-1)[:width]
-        np.testing.assert_array_equal(q, stored)
+        q, (hi, lo) = array(got.q[i]), (hi, lo) if planes == 2 else (lo, hi)
+        np.testing.assert_array_equal(q[:, 0].reshape(-1)[:width], hi)
+        np.testing.assert_array_equal(q[:, 1].reshape(-1)[:width], lo)
         assert_same_bits(got.dx[i, : len(expected.dx)], expected.dx)
         per_sum = 16 if got.width == 256 else 32
         sums = expected.a.reshape(-1, per_sum).sum(axis=1)
-        np.testing.assert_array_equal(got.sums[i].numpy().reshape(-1)[: len(sums)], sums)
+        np.testing.assert_array_equal(array(got.sums[i]).reshape(-1)[: len(sums)], sums)
     assert n <= got.q.shape[0]

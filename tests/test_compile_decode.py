@@ -9,7 +9,7 @@ import pytest
 from gpu_compile import ARCHITECTURES, QUICK, compile_kernel
 
 FLOATS, INTS, HALVES = "*fp32", "*i32", "*fp16"
-ACTIVATION = {"q": INTS, "dx": FLOATS, "sums": INTS}
+ACTIVATION = {"q": "*i8", "dx": FLOATS, "sums": INTS}
 NO_SECOND = {"q2": None, "dx2": None, "sums2": None}
 SHAPE = {"N_HEAD": 32, "N_KV": 4, "DIM": 128, "DIM_V": 128}
 RECORDS = {"WIDTH": 256, "MAX_SPLITS": 16, "WINDOW": 0, "CLS": 256, "PLANES": 2}
@@ -45,7 +45,7 @@ CASES: dict[str, Case] = {
         {"query": FLOATS, "k_pages": HALVES, "v_pages": HALVES, "o": FLOATS, "ml": FLOATS, "positions": INTS}
         | {"table": INTS, "scale": "fp32", "cap": "fp32", "arrived": INTS, "sinks": FLOATS, "y": FLOATS}
         | ACTIVATION,
-        SHAPE | RECORDS | {"HEADS": 2, "BLOCK_V": 128, "MAX_PAGES": 64, "HAS_CAP": True, "UNROLL": 32, "MERGED": 2},
+        SHAPE | RECORDS | {"HEADS": 2, "BLOCK_V": 128, "MAX_PAGES": 64, "HAS_CAP": True, "UNROLL": 64, "MERGED": 2},
         4,
     ),
     "splits": (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernel_bits import assert_quantised, assert_same_bits, tensor  # isort: skip
+from kernel_bits import DEVICE, array, assert_quantised, assert_same_bits, tensor  # isort: skip
 
 from dataclasses import dataclass
 
@@ -58,13 +58,14 @@ class Case:
     has_sinks: bool = False
     dtype: torch.dtype = torch.float16
     cls: int = 32
+    n_programs: int = 64
 
 
 CASES = {
     "three pages and a partial one": Case([515, 3], heads=2),
     "fp32, a head at a time": Case([20], dtype=torch.float32),
     "window within a page": Case([290, 5], window=20),
-    "window over pages": Case([700], window=300, heads=2),
+    "window over pages": Case([700], window=300, heads=2, n_programs=2),
     "softcap and sinks": Case([270], softcap=20.0, has_sinks=True),
     "odd widths": Case([259], n_head=3, n_kv=1, dim=80, dim_v=96),
     "class 256": Case([40, 270], n_head=4, n_kv=2, dim=32, heads=2, cls=256),
@@ -99,20 +100,20 @@ def test_attention(case: Case) -> None:
             )
     splits = max_splits(max(case.positions) + 1, case.window)
     width = case.n_head * case.dim_v
-    y, out = torch.empty(n, width), empty_activation(case.cls, n, width)
+    y, out = torch.empty(n, width), empty_activation(case.cls, n, width, DEVICE)
     mask = Mask(scale, case.softcap, case.window, None if sinks is None else tensor(sinks))
-    partials = Partials.empty(n, case.n_head, splits, case.dim_v)
-    attend(tensor(q.reshape(n, -1)), pages, mask, partials, y, out, heads=case.heads)
+    partials = Partials.empty(n, case.n_head, splits, case.dim_v, DEVICE)
+    attend(tensor(q.reshape(n, -1)), pages, mask, partials, y, out, heads=case.heads, n_programs=case.n_programs)
     assert_same_bits(y, expected.reshape(n, -1))
     assert not partials.arrived.any()
-    assert_quantised(out, y.numpy())
+    assert_quantised(out, array(y))
 
 
 def rotated(x: np.ndarray, norm: Norm | None, dim: int, angles: np.ndarray, is_neox: bool) -> np.ndarray:
     """What should become of rows [n, heads * dim]; angles [n, 2, n_rot / 2]."""
     if norm is not None:
         width = len(norm.weight)
-        x = reference.rms_norm(x.reshape(len(x), -1, width), norm.weight.numpy(), norm.eps).reshape(x.shape)
+        x = reference.rms_norm(x.reshape(len(x), -1, width), array(norm.weight), norm.eps).reshape(x.shape)
     heads = x.reshape(len(x), -1, dim)
     return np.stack([reference.rope(h, a[0], a[1], is_neox=is_neox) for h, a in zip(heads, angles, strict=True)])
 

@@ -1,12 +1,14 @@
-"""Fills: experts gathered into slots, every type in its form on the GPU, under Triton's interpreter."""
+"""Fills: experts gathered into slots, every type in its form on the GPU, under Triton's interpreter or on a device."""
 
 from __future__ import annotations
 
-import os
-import pathlib
-from dataclasses import replace
+from kernel_bits import DEVICE, array, tensor  # isort: skip
 
-os.environ["TRITON_INTERPRET"] = "1"
+import contextlib
+import mmap
+import pathlib
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,6 +33,28 @@ N_EXPERT, N_SLOTS = 5, 4
 FILL = 0xA5
 
 
+def pinned(x: np.ndarray) -> np.ndarray:
+    """A copy at an address that the device can read."""
+    memory = torch.from_numpy(x)
+    return (memory if DEVICE == "cpu" else memory.pin_memory()).numpy()
+
+
+@contextlib.contextmanager
+def registered(layers: tuple[LayerBanks | None, ...]) -> Iterator[None]:
+    """The pages of all banks of a mapped file, for a device to read."""
+    views = [bank.data for layer in layers if layer is not None for bank in layer.banks]
+    start = min(view.ctypes.data for view in views) // mmap.PAGESIZE * mmap.PAGESIZE
+    n_bytes = max(view.ctypes.data + view.nbytes for view in views) - start
+    if DEVICE == "cpu":
+        yield
+        return
+    read_only = 8
+    assert not int(torch.cuda.cudart().cudaHostRegister(start, -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, read_only))
+    yield
+    torch.cuda.synchronize()
+    assert not int(torch.cuda.cudart().cudaHostUnregister(start))
+
+
 class Layer:
     """A layer's banks of random bytes at `offset` of a page, and a pool of slots."""
 
@@ -40,11 +64,11 @@ class Layer:
         self.raw, self.banks, at = [], [], 0
         for type_id, rows, cols in matrices:
             n_bytes = rows * quants.row_bytes(type_id, cols)
-            memory = rng.integers(0, 256, N_EXPERT * n_bytes + 4096, np.uint8)
+            memory = pinned(rng.integers(0, 256, N_EXPERT * n_bytes + 4096, np.uint8))
             start = -memory.ctypes.data % 256 + offset
             self.raw.append(memory[start : start + N_EXPERT * n_bytes].reshape(N_EXPERT, n_bytes))
             address = int(self.raw[-1].ctypes.data)
-            self.banks.append(fill_bank(type_id, rows, cols, address, at, "cpu"))
+            self.banks.append(fill_bank(type_id, rows, cols, address, at, DEVICE))
             at += self.banks[-1].slot_bytes
         self.slots = torch.full((N_SLOTS, at + 256), FILL, dtype=torch.uint8)
 
@@ -59,8 +83,8 @@ class Layer:
         for expert, slot in pairs:
             for type_id, bank, raw in zip(self.types, self.banks, self.raw, strict=True):
                 place = expected[slot, bank.slot_offset : bank.slot_offset + bank.slot_bytes]
-                layout.relay(type_id, torch.from_numpy(raw[expert].copy()), place)
-        np.testing.assert_array_equal(self.slots.numpy(), expected.numpy())
+                layout.relay(type_id, tensor(raw[expert]), place)
+        np.testing.assert_array_equal(array(self.slots), array(expected))
 
 
 LAID = [t for t in GgmlType if t in quants.TYPES and not layout.is_identity(t)]
@@ -101,11 +125,11 @@ def test_units_are_as_wide_as_bytes_allow() -> None:
     def shape(bank: FillBank) -> tuple[int, int, bool]:
         return bank.unit, bank.align, bank.moves is None
 
-    assert shape(fill_bank(GgmlType.Q4_K, 768, 2048, 1 << 20, 0, "cpu")) == (4, 16, True)
-    assert shape(fill_bank(GgmlType.Q6_K, 768, 2048, 1 << 20, 0, "cpu")) == (2, 16, False)
-    assert shape(fill_bank(GgmlType.MXFP4, 768, 2048, 1 << 20, 0, "cpu")) == (1, 16, False)
-    assert shape(fill_bank(GgmlType.F16, 3, 1, 1 << 20, 0, "cpu")) == (2, 2, True)
-    assert shape(fill_bank(GgmlType.Q4_K, 768, 2048, (1 << 20) + 1, 0, "cpu")) == (1, 1, True)
+    assert shape(fill_bank(GgmlType.Q4_K, 768, 2048, 1 << 20, 0, DEVICE)) == (4, 16, True)
+    assert shape(fill_bank(GgmlType.Q6_K, 768, 2048, 1 << 20, 0, DEVICE)) == (2, 16, False)
+    assert shape(fill_bank(GgmlType.MXFP4, 768, 2048, 1 << 20, 0, DEVICE)) == (1, 16, False)
+    assert shape(fill_bank(GgmlType.F16, 3, 1, 1 << 20, 0, DEVICE)) == (2, 2, True)
+    assert shape(fill_bank(GgmlType.Q4_K, 768, 2048, (1 << 20) + 1, 0, DEVICE)) == (1, 1, True)
 
 
 def test_launcher_refuses() -> None:
@@ -120,7 +144,7 @@ def test_launcher_refuses() -> None:
     with pytest.raises(ValueError, match=r"fill_slot: torch\.int64"):
         fill(layer.banks, layer.slots, lists[0], lists[1].long(), lists[2])
     with pytest.raises(ValueError, match="at byte 64 of a slot"):
-        fill_bank(GgmlType.Q4_K, 4, 512, 0, 64, "cpu")
+        fill_bank(GgmlType.Q4_K, 4, 512, 0, 64, DEVICE)
 
 
 def compile_fill(archs: tuple[int, ...]) -> str:
@@ -160,13 +184,14 @@ def test_from_a_file_to_its_slots(tmp_path: pathlib.Path) -> None:
         sizes = slot_sizes(layers)
         expert_bytes = [layer.expert_bytes for layer in layers if layer is not None]
         state = SlotState(GGUF_EXPERTS, expert_bytes, size_classes(sizes, 0.05), (3, 2))
-        cache = SlotCache(state, "cpu", split=bounded_table(list(range(9))), fill_order="recent")
-        memory = SlotMemory(layers, state, "cpu")
-        for i in range(12):
-            ids = torch.from_numpy(rng.integers(0, GGUF_EXPERTS, (2, 2)).astype(np.int32))
-            memory.fill(i % 2, cache.step(i % 2, ids))
-            state.step(i % 2, ids.numpy(), bounded_table(list(range(9))))
-            check_slots(layers, state, memory)
+        cache = SlotCache(state, DEVICE, split=bounded_table(list(range(9))), fill_order="recent")
+        memory = SlotMemory(layers, state, DEVICE)
+        with registered(layers):
+            for i in range(12):
+                ids = rng.integers(0, GGUF_EXPERTS, (2, 2)).astype(np.int32)
+                memory.fill(i % 2, cache.step(i % 2, tensor(ids)))
+                state.step(i % 2, ids, bounded_table(list(range(9))))
+                check_slots(layers, state, memory)
         assert state.counters[:, 2].sum() > 6
         del layers, memory
 
@@ -179,5 +204,5 @@ def check_slots(layers: tuple[LayerBanks | None, ...], state: SlotState, memory:
                 size = layout.slot_bytes(bank.type, bank.rows, bank.cols)
                 laid = memory.pools[layer.layer][slot, at : at + size]
                 if slot >= 0:
-                    raw = layout.restore(bank.type, laid, bank.rows, bank.cols).numpy()
+                    raw = array(layout.restore(bank.type, laid, bank.rows, bank.cols))
                     np.testing.assert_array_equal(raw.reshape(-1), bank.data[expert])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernel_bits import assert_quantised, assert_same_bits, tensor  # isort: skip
+from kernel_bits import DEVICE, array, assert_quantised, assert_same_bits, tensor  # isort: skip
 
 import importlib
 
@@ -34,7 +34,7 @@ def laid(type_id: int, raw: U8, rows: int, cols: int) -> torch.Tensor:
 
 
 def activation(x: F32, width: int, planes: int = 2) -> Activation:
-    out = empty_activation(width, *x.shape)
+    out = empty_activation(width, *x.shape, DEVICE)
     quantize(tensor(x), out, planes)
     return out
 
@@ -74,8 +74,8 @@ def test_a_layout_moves_every_byte_to_its_destination_and_back(type_id: int) -> 
     out = laid(type_id, raw, rows, cols)
     n_blocks = raw.size // quants.TYPES[type_id].block_bytes
     places = [layout.destination(type_id, n_blocks, i) for i in range(raw.size)]
-    np.testing.assert_array_equal(out.numpy()[places], raw.reshape(-1))
-    np.testing.assert_array_equal(layout.restore(type_id, out, rows, cols).numpy(), raw)
+    np.testing.assert_array_equal(array(out)[places], raw.reshape(-1))
+    np.testing.assert_array_equal(array(layout.restore(type_id, out, rows, cols)), raw)
     assert len(out) % layout.ALIGNMENT == 0 and len(out) < raw.size + 128 * len(layout.fields(type_id))
     assert layout.is_identity(type_id) == (places == list(range(raw.size)))
 
@@ -146,11 +146,11 @@ def test_experts_in_slots(mix: tuple[Type, Type, Type, int, int]) -> None:
             continue
         g, u = (reference_product(types[i], raw[slot][i], x[pair // 2]) for i in (0, 1))
         assert_same_bits(h[pair], activate(g) * u)
-    expert_down(slots, ids, down, source(h.numpy(), down.type), y)
+    expert_down(slots, ids, down, source(array(h), down.type), y)
     for pair, slot in enumerate(ids.reshape(-1).tolist()):
         expected = np.full(5, 7, np.float32)
         if slot >= 0:
-            expected = reference_product(types[2], raw[slot][2], h[pair].numpy())
+            expected = reference_product(types[2], raw[slot][2], array(h[pair]))
         assert_same_bits(y[pair], expected)
 
 
@@ -169,7 +169,10 @@ def test_what_does_not_fit_is_refused() -> None:
             matvec(matrix, given, out)
 
 
-POINTERS = {"*u8": ("w", "slots"), "*fp32": ("dx", "y", "bias", "h", "x"), "*i32": ("q", "extra", "ids", "sums")}
+POINTERS = {
+    **{"*u8": ("w", "slots"), "*fp32": ("dx", "y", "bias", "h", "x"), "*i8": ("q",)},
+    "*i32": ("extra", "ids", "sums"),
+}
 SIZES = ("n_blocks", "rows", "stride", "tokens", "y_stride", "slot_bytes", "down", "cols", "x_stride", "pieces")
 
 
@@ -181,7 +184,7 @@ def compile_ptx(name: str, constants: dict[str, object], archs: tuple[int, ...],
         last = argument.removeprefix("gate_").removeprefix("up_")
         kinds = [kind for kind, names in POINTERS.items() if last in names]
         signature[argument] = kinds[0] if kinds else "i32"
-    signature = {k: v for k, v in signature.items() if k not in constants}
+    signature = {k: v for k, v in signature.items() if k not in constants and k != "IS_CHAINED"}
     whole = tuple(k for k, v in signature.items() if v[0] == "*" or k in ("slot_bytes", "gate", "up", "down", "rows"))
     place = f"freetoken.kernels.{module}"
     ptx = compile_kernel(place, name, signature, constants, divisible=whole, warps=1, archs=archs)
@@ -191,15 +194,15 @@ def compile_ptx(name: str, constants: dict[str, object], archs: tuple[int, ...],
 
 def dense(type_id: int, tokens: int) -> dict[str, object]:
     width = TYPE_CLASS[type_id]
-    tile = {0: 32, 32: 16 if type_id == Type.Q8_0 else 32, 256: 8}[width]
-    shape = {"TYPE": int(type_id), "N": 2048 // (width or 1), "T": tokens, "R": 4 if tokens == 1 else 2, "NB": tile}
+    shape = {"TYPE": int(type_id), "N": 2048 // (width or 1), "T": tokens, "R": 4 if tokens == 1 else 2}
+    shape["C"] = 4 if width == 32 else 1
     return {"HAS_BIAS": False, **shape}
 
 
 def test_kernels_compile_without_a_gpu() -> None:
     for type_id in (Type.Q4_K, Type.Q8_0):
         compile_ptx("matvec_kernel", dense(type_id, 1), QUICK)
-    compile_ptx("quantize_kernel", {"WIDTH": 256, "PLANES": 2}, QUICK, "activations")
+    compile_ptx("quantize_kernel", {"N": 2048, "WIDTH": 256, "PLANES": 2}, QUICK, "activations")
 
 
 @pytest.mark.slow
@@ -208,9 +211,9 @@ def test_every_kernel_compiles_for_every_architecture(type_id: int) -> None:
     for tokens in (1, 8):
         compile_ptx("matvec_kernel", dense(type_id, tokens), ARCHITECTURES)
     one = dense(type_id, 1)
-    shape = {"R": one["R"], "N": one["N"], "NB": one["NB"], "TYPE": int(type_id)}
+    shape = {"R": one["R"], "N": one["N"], "C": one["C"], "TYPE": int(type_id)}
     compile_ptx("down_kernel", shape, ARCHITECTURES)
-    banks = {f"{bank}_{name}": one[name] for bank in ("GATE", "UP") for name in ("N", "NB")}
+    banks = {f"{bank}_{name}": one[name] for bank in ("GATE", "UP") for name in ("N", "C")}
     compile_ptx(
         "glu_kernel", {"ACTIVATION": 0, "GATE": int(type_id), "UP": int(type_id), "R": 4, **banks}, ARCHITECTURES
     )

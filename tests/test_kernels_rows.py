@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernel_bits import assert_quantised, assert_same_bits, tensor  # isort: skip
+from kernel_bits import DEVICE, array, assert_quantised, assert_same_bits, tensor  # isort: skip
 
 import numpy as np
 import pytest
@@ -46,8 +46,8 @@ def functions_kernel(x, out, BLOCK: tl.constexpr):
 
 def run_functions(x: np.ndarray) -> np.ndarray:
     out = torch.zeros((5, len(x)))
-    functions_kernel[(1,)](tensor(x), out, BLOCK=len(x))
-    return out.numpy()
+    functions_kernel[(1,)](tensor(x), out, BLOCK=len(x), enable_fp_fusion=False)
+    return array(out)
 
 
 def test_functions_at_the_edges() -> None:
@@ -70,17 +70,17 @@ def test_sums_in_their_order() -> None:
 @pytest.mark.parametrize("n, width, cls, planes", [(3, 512, 256, 2), (1, 96, 32, 2), (2, 1280, 256, 1), (2, 64, 32, 1)])
 def test_residual_norm_and_quantisation(n: int, width: int, cls: int, planes: int) -> None:
     x, residual, weight = normal(2, n, width), normal(3, n, width) * 8, normal(4, width)
-    h, y, out = torch.empty(n, width), torch.empty(n, width), empty_activation(cls, n, width)
+    h, y, out = torch.empty(n, width), torch.empty(n, width), empty_activation(cls, n, width, DEVICE)
     norm = Norm(tensor(weight), 1e-6)
     combine_rows(tensor(x), h, residual=tensor(residual), norm=norm, y=y, quantised=(out,), planes=planes)
     assert_same_bits(h, residual + x)
     assert_same_bits(y, reference.rms_norm(residual + x, weight, 1e-6))
-    assert_quantised(out, y.numpy(), planes)
+    assert_quantised(out, array(y), planes)
 
 
 def test_norm_alone_in_two_classes() -> None:
     x, weight = normal(5, 2, 256), normal(6, 256)
-    first, second = empty_activation(256, 2, 256), empty_activation(32, 2, 256)
+    first, second = empty_activation(256, 2, 256, DEVICE), empty_activation(32, 2, 256, DEVICE)
     combine_rows(tensor(x), None, norm=Norm(tensor(weight), 1e-5), quantised=(first, second))
     y = reference.rms_norm(x, weight, 1e-5)
     assert_quantised(first, y)
@@ -117,7 +117,7 @@ def test_expert_rows_shared_expert_and_residual(gated: bool | None) -> None:
 
 def test_rows_of_special_values_are_quantised() -> None:
     x = np.stack([np.full(64, 1e-31), np.r_[special_floats()[:13], np.ones(51)], np.zeros(64)]).astype(f32)
-    h, out = torch.empty(3, 64), empty_activation(32, 3, 64)
+    h, out = torch.empty(3, 64), empty_activation(32, 3, 64, DEVICE)
     with np.errstate(all="ignore"):
         combine_rows(tensor(x), h, quantised=(out,))
     assert_quantised(out, x)
@@ -127,7 +127,7 @@ def test_rows_of_special_values_are_quantised() -> None:
 @pytest.mark.parametrize("width, cls", [(768, 256), (96, 32)])
 def test_glu(activation: str, width: int, cls: int) -> None:
     both = normal(15, 3, 2 * width) * 4
-    h, out = torch.empty(3, width), empty_activation(cls, 3, width)
+    h, out = torch.empty(3, width), empty_activation(cls, 3, width, DEVICE)
     wide = tensor(both)
     glu(wide[:, :width], wide[:, width:], h, out, activation=activation)
     act = reference.silu if activation == "silu" else reference.gelu
@@ -143,4 +143,4 @@ def test_wrong_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="h is needed"):
         combine_rows(x, None, residual=h)
     with pytest.raises(ValueError, match="do not fit an activation"):
-        glu(x, h, None, empty_activation(32, 1, 64))
+        glu(x, h, None, empty_activation(32, 1, 64, DEVICE))

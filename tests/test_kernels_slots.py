@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
+from kernel_bits import DEVICE, array, tensor  # isort: skip
 
 import numpy as np
 import pytest
@@ -41,7 +39,7 @@ def route(rng: np.random.Generator, n_tokens: int, k: int, n_expert: int) -> np.
 
 def check_step(cache: SlotCache, expected: StepResult, n_tokens: int, k: int) -> None:
     out = cache.outputs(n_tokens, k)
-    routes = out.routes.numpy()
+    routes = array(out.routes)
     np.testing.assert_array_equal(routes, [expected.slots, expected.hit_slots, expected.fill_slots])
     assert tuple(out.counts.tolist()) == expected.counts
     fills, cpu = len(expected.fills), len(expected.cpu)
@@ -51,8 +49,8 @@ def check_step(cache: SlotCache, expected: StepResult, n_tokens: int, k: int) ->
 
 
 def check_state(cache: SlotCache, state: SlotState) -> None:
-    for name, array in state.arrays.items():
-        np.testing.assert_array_equal(getattr(cache.tensors, name).numpy(), array, err_msg=name)
+    for name, values in state.arrays.items():
+        np.testing.assert_array_equal(array(getattr(cache.tensors, name)), values, err_msg=name)
 
 
 def check_sound(state: SlotState) -> None:
@@ -68,14 +66,14 @@ def check_sound(state: SlotState) -> None:
 
 def run(state: SlotState, steps: int, k: int, split: str, order: str, seed: int, max_tokens: int = 8) -> None:
     rng = np.random.default_rng(seed)
-    cache = SlotCache(state, "cpu", split=SPLITS[split](max_tokens * k), fill_order=order)
+    cache = SlotCache(state, DEVICE, split=SPLITS[split](max_tokens * k), fill_order=order)
     table = SPLITS[split](max_tokens * k)
     layers = list(state.pool_of)
     for i in range(steps):
         n_tokens = int(rng.integers(1, max_tokens + 1))
         ids = route(rng, n_tokens, k, state.n_expert)
         layer = layers[i % len(layers)]
-        cache.step(layer, torch.from_numpy(ids))
+        cache.step(layer, tensor(ids))
         check_step(cache, state.step(layer, ids, table, order), n_tokens, k)
         if i % 10 == 0 or i == steps - 1:
             check_state(cache, state)
@@ -116,13 +114,13 @@ def test_kernel_follows_the_rules_over_ten_thousand_steps(split: str) -> None:
 
 def test_reserved_slots_are_left_alone_and_come_back() -> None:
     state = make_state(16, [100, 100], 0.75)
-    cache = SlotCache(state, "cpu", split=SPLITS["offload"](32), fill_order="recent")
+    cache = SlotCache(state, DEVICE, split=SPLITS["offload"](32), fill_order="recent")
     rng, table, pool = np.random.default_rng(2), SPLITS["offload"](32), state.pools[0]
 
     def steps(n: int) -> None:
         for i in range(n):
             ids = route(rng, 4, 4, 16)
-            cache.step(i % 2, torch.from_numpy(ids))
+            cache.step(i % 2, tensor(ids))
             check_step(cache, state.step(i % 2, ids, table), 4, 4)
             check_state(cache, state)
 
@@ -137,7 +135,7 @@ def test_reserved_slots_are_left_alone_and_come_back() -> None:
     for target in (state, cache):
         target.release(pool, 6, 12)
     state.adopt(1, experts, slots)
-    cache.adopt(1, torch.from_numpy(experts), torch.from_numpy(slots))
+    cache.adopt(1, tensor(experts), tensor(slots))
     check_state(cache, state)
     check_sound(state)
     assert (state.slot_of[1, experts] == slots).all()
@@ -146,7 +144,7 @@ def test_reserved_slots_are_left_alone_and_come_back() -> None:
 
 def test_counters_are_read_by_layer() -> None:
     state = make_state(8, [100, 100], 1.0)
-    cache = SlotCache(state, "cpu", split=SPLITS["offload"](16), fill_order="recent")
+    cache = SlotCache(state, DEVICE, split=SPLITS["offload"](16), fill_order="recent")
     ids = torch.tensor([[0, 1], [1, 2]], dtype=torch.int32)
     cache.step(1, ids)
     cache.step(1, ids)
@@ -165,10 +163,10 @@ def test_counters_are_read_by_layer() -> None:
 def test_launcher_refuses(change: dict[str, object], message: str) -> None:
     from freetoken.kernels.slots import StepOutputs, slot_step
 
-    cache = SlotCache(make_state(8, [100, 100], 1.0), "cpu", split=SPLITS["offload"](16), fill_order="recent")
+    cache = SlotCache(make_state(8, [100, 100], 1.0), DEVICE, split=SPLITS["offload"](16), fill_order="recent")
     ids, table = torch.zeros((1, 2), dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
     arguments = {"layer": 0, "first_slot": 0, "n_slots": 16, "ids": ids, "table": table} | change
-    options = {"expert_bytes": 1, "clock_limit": 99, "by_recency": True, "out": StepOutputs.empty(1, 2, "cpu")}
+    options = {"expert_bytes": 1, "clock_limit": 99, "by_recency": True, "out": StepOutputs.empty(1, 2, DEVICE)}
     with pytest.raises(ValueError, match=message):
         slot_step(cache.tensors, **arguments, **options)  # type: ignore[arg-type]
 
@@ -176,7 +174,7 @@ def test_launcher_refuses(change: dict[str, object], message: str) -> None:
 def test_tables_may_differ_by_layer_and_change_in_place() -> None:
     state = SlotState(8, [64, 64], (SizeClass(64, (0, 1)),), (16,))
     assert state.pools == (Pool(0, 16, 64),)
-    cache = SlotCache(state, "cpu", split=np.zeros((2, 9), np.int32), fill_order="recent")
+    cache = SlotCache(state, DEVICE, split=np.zeros((2, 9), np.int32), fill_order="recent")
     ids = torch.tensor([[0, 1]], dtype=torch.int32)
     cache.set_split(np.array([[0] * 9, list(range(9))], np.int32))
     cache.step(0, ids)

@@ -57,6 +57,11 @@ class Pinned:
         """Whether the GPU may read the layer's experts."""
         return self.rungs[layer] in (Rung.IN_PLACE, Rung.COPIED)
 
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """Addresses at which ranges that are locked in place begin: no copy may cross one."""
+        return tuple(self._registered)
+
     def n_bytes(self, rung: Rung) -> int:
         """Bytes of the experts on a rung."""
         pairs = zip(self.layers, self.rungs, strict=True)

@@ -17,7 +17,7 @@ import torch
 from freetoken.batch import Batch
 from freetoken.blocks import Model, Weight
 from freetoken.gpu.arena import Arena
-from freetoken.gpu.inputs import Inputs
+from freetoken.gpu.inputs import N_MIRRORS, Draws, Inputs
 from freetoken.gpu.kv import DeviceKV
 from freetoken.gpu.lower import ExpertLaunches, Launch, Lowering, Room
 from freetoken.gpu.trace import Trace
@@ -25,8 +25,9 @@ from freetoken.gpu.weights import DeviceWeights, weight_class
 from freetoken.kernels.activations import MAX_TOKENS, empty_activation, quantize
 from freetoken.kernels.attention import max_splits
 from freetoken.kernels.matvec import matvec
+from freetoken.kernels.sampler import SampleRoom, sample
 
-__all__ = ["GpuDecoder"]
+__all__ = ["GpuDecoder", "Step"]
 
 FIRST_CONTEXT = 2048
 CONTEXT_GROWTH = 4
@@ -40,6 +41,7 @@ class Shape:
     n: int
     n_outputs: int
     n_positions: int
+    is_sampled: bool
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,21 @@ class Program:
 
     lowered: Lowering
     replay: Callable[[], None]
+
+
+class Step:
+    """A step that has been launched and samples its tokens itself."""
+
+    def __init__(self, results: torch.Tensor, done: torch.cuda.Event | None) -> None:
+        self._results = results
+        self._done = done
+
+    def wait(self) -> tuple[list[int], list[int]]:
+        """Tokens, and for each 0, or 1 where the host must sample it. To be asked once, in the order of the steps."""
+        if self._done is not None:
+            self._done.synchronize()
+        tokens, status = self._results.tolist()
+        return tokens, status
 
 
 class GpuDecoder:
@@ -75,6 +92,13 @@ class GpuDecoder:
         self._programs: dict[Shape, Program] = {}
         self._rooms: dict[int, Room] = {}
         self._host: torch.Tensor | None = None
+        self._is_cuda = weights.device.type == "cuda"
+        self._sample_room: SampleRoom | None = None
+        self._sampled = torch.zeros((2, MAX_TOKENS), dtype=torch.int32, device=weights.device)
+        self._results = [
+            torch.zeros((2, MAX_TOKENS), dtype=torch.int32, pin_memory=self._is_cuda) for _ in range(N_MIRRORS)
+        ]
+        self._turn = 0
 
     def run(self, batch: Batch) -> np.ndarray:
         """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab], the caller's own."""
@@ -83,9 +107,24 @@ class GpuDecoder:
         program.replay()
         return self._read(program.lowered.logits)
 
-    def program(self, n: int, n_outputs: int, n_positions: int) -> Program:
+    def launch(self, batch: Batch, draws: Draws, *, follows: bool) -> Step:
+        """Start a step that samples a token for each row; does not wait. With `follows` its tokens are those that the
+        step before sampled, whatever the batch says. At most N_MIRRORS - 1 steps may be under way."""
+        program = self.program(batch.n, batch.n, int(batch.positions.max()) + 1, is_sampled=True)
+        self._inputs.fill(batch, draws, keep_tokens=follows)
+        program.replay()
+        self._turn = (self._turn + 1) % N_MIRRORS
+        results = self._results[self._turn][:, : batch.n]
+        results.copy_(self._sampled[:, : batch.n], non_blocking=True)
+        done = None
+        if self._is_cuda:
+            done = torch.cuda.Event()
+            done.record()
+        return Step(results, done)
+
+    def program(self, n: int, n_outputs: int, n_positions: int, *, is_sampled: bool = False) -> Program:
         """The program of a step whose longest context is n_positions."""
-        shape = Shape(n, n_outputs, self._context_size(n_positions))
+        shape = Shape(n, n_outputs, self._context_size(n_positions), is_sampled)
         if shape not in self._programs:
             self._programs[shape] = self._make(shape)
         return self._programs[shape]
@@ -123,7 +162,9 @@ class GpuDecoder:
             shape.n_positions,
             self._n_planes,
         )
-        if self._weights.device.type != "cuda":
+        if shape.is_sampled:
+            lowered.launches.append(partial(self._sample, lowered.logits))
+        if not self._is_cuda:
             return Program(lowered, partial(_run_all, lowered.launches))
         self._inputs.fill_trial(shape.n)
         _run_all(lowered.launches)  # compiles what is new, which a capture must not do
@@ -132,6 +173,15 @@ class GpuDecoder:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             _run_all(lowered.launches)
         return Program(lowered, graph.replay)
+
+    def _sample(self, logits: torch.Tensor) -> None:
+        """Sample the next tokens to where this step's stood, and to where the host reads them."""
+        if self._sample_room is None:
+            self._sample_room = SampleRoom.empty(MAX_TOKENS, logits.shape[1], logits.device)
+        n, inputs = len(logits), self._inputs
+        tokens, status = self._sampled[0, :n], self._sampled[1, :n]
+        sample(logits, inputs.params, inputs.uniforms, tokens, status, self._sample_room)
+        inputs.tokens[:n].copy_(tokens)
 
     def _room(self, trace: Trace, shape: Shape) -> Room:
         """Room for attention of this shape; programs of one context share it."""
@@ -143,7 +193,7 @@ class GpuDecoder:
 
     def _read(self, logits: torch.Tensor) -> np.ndarray:
         """A copy on the host, when the device has it."""
-        if logits.device.type != "cuda":
+        if not self._is_cuda:
             return logits.numpy().copy()
         if self._host is None or self._host.numel() < logits.numel():
             self._host = torch.empty(MAX_TOKENS * logits.shape[1], dtype=torch.float32, pin_memory=True)

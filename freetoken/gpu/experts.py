@@ -5,7 +5,9 @@ Slots, their state and the fills are `freetoken.experts`'; here they become laun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -23,9 +25,18 @@ from freetoken.kernels.fills import fill
 from freetoken.kernels.glu import ACTIVATIONS
 from freetoken.kernels.matvec import TYPE_CLASS, Bank, Source, expert_down, expert_glu
 
-__all__ = ["GpuExperts"]
+__all__ = ["GpuExperts", "Staging"]
 
 Launch = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Staging:
+    """Slots [first, first + n) of pool number `pool`."""
+
+    pool: int
+    first: int
+    n: int
 
 
 class GpuExperts:
@@ -45,8 +56,17 @@ class GpuExperts:
         *,
         n_planes: int = 2,
         fill_order: str = "recent",
+        staging: Staging | int = 0,
+        edges: Sequence[int] = (),
     ) -> None:
+        """`staging` names the slots that a prompt's experts stream through, or how many bytes are set aside for it;
+        `edges` are host addresses that no copy may cross (`ExpertPool`)."""
         self.layers = layers
+        self.n_used = n_used
+        self.edges = edges
+        n_own = staging if isinstance(staging, int) else 0
+        self._own_staging = torch.empty(n_own, dtype=torch.uint8, device=device)
+        self._staging = None if isinstance(staging, int) else staging
         self._device = device
         self._n_planes = n_planes
         self.n_expert = max(layer.banks[0].n_expert for layer in layers if layer is not None)
@@ -58,7 +78,42 @@ class GpuExperts:
         self.memory = SlotMemory(layers, self.state, device)
         self._first_slot = _complete(classes, n_slots, self.n_expert)
         self._number = {layer.banks[0].name: i for i, layer in enumerate(layers) if layer is not None}
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @property
+    def offsets(self) -> dict[int, tuple[int, ...]]:
+        """Where gate, up and down start in a slot of a layer."""
+        return self.memory.offsets
+
+    @property
+    def staging(self) -> torch.Tensor:
+        """What a prompt streams through; `streaming` takes slots of it out of the cache."""
+        if self._staging is None:
+            return self._own_staging
+        memory = self.memory.of_pool(self.state.pools[self._staging.pool])
+        return memory[self._staging.first : self._staging.first + self._staging.n].view(-1)
+
+    def pool(self, layer: int) -> torch.Tensor | None:
+        """uint8 [n_slots, slot_bytes] on the device; None where a layer takes no slots."""
+        return self.memory.pools.get(layer)
+
+    def slot_of(self) -> np.ndarray:
+        """int32 [n_layer, n_expert]: slots on the host, -1 for none. Waits for the device."""
+        found: np.ndarray = self.cache.tensors.slot_of.cpu().numpy()
+        return found
+
+    @contextmanager
+    def streaming(self) -> Iterator[None]:
+        """Within it the staging slots are a prompt's; their experts lose them."""
+        if self._staging is None:
+            yield
+            return
+        pool, where = self.state.pools[self._staging.pool], self._staging
+        self.cache.reserve(pool, where.first, where.n)
+        try:
+            yield
+        finally:
+            self.cache.release(pool, where.first, where.n)
 
     @property
     def is_fused(self) -> bool:
@@ -121,8 +176,7 @@ class GpuExperts:
         """Launches that compute the pairs whose slot a list names."""
         offsets = self.memory.offsets[layer]
         gate, up, down = (
-            Bank(w.type, w.rows, w.cols, at)
-            for w, at in zip((bank.gate, bank.up, bank.down), offsets, strict=True)
+            Bank(w.type, w.rows, w.cols, at) for w, at in zip((bank.gate, bank.up, bank.down), offsets, strict=True)
         )
         sources = x[TYPE_CLASS[gate.type]], x[TYPE_CLASS[up.type]]
         n_pairs, cls = rows.shape[0], TYPE_CLASS[down.type]

@@ -1,45 +1,57 @@
-"""What changes from step to step, at fixed addresses on the device: positions, page tables, embeddings, rope angles.
+"""What changes from step to step, at fixed addresses on the device: tokens, positions, page tables, what the sampler is
+told, rope angles.
 
-The host writes a pinned mirror and copies it in one piece; a captured step reads the device's side only.
+The host writes a pinned mirror and copies it in one piece; a captured step reads the device's side only. There are
+several mirrors, so that a step can be prepared while the ones before it still run.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
-from freetoken import native
 from freetoken.batch import Batch
-from freetoken.blocks import ROPE_BLOCK, RopeTable, Weight
+from freetoken.blocks import ROPE_BLOCK, RopeTable
 from freetoken.kernels.activations import MAX_TOKENS
 from freetoken.kernels.rope import Angles
+from freetoken.kernels.sampler import N_FIELDS
 
-__all__ = ["Inputs"]
+__all__ = ["N_MIRRORS", "Draws", "Inputs"]
+
+N_MIRRORS = 4
+"""Steps whose inputs may be on their way at once, and one more."""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What the sampler is told of n rows: `params` int32 [n, N_FIELDS], `uniforms` fp64 [n]."""
+
+    params: np.ndarray
+    uniforms: np.ndarray
 
 
 class Inputs:
-    """`positions` int32 [8], `page_table` int32 [8, max_pages], and embeddings fp32 [8, width]."""
+    """`uniforms` fp64 [8], `params` int32 [8, N_FIELDS] (kernels.sampler), `positions` and `tokens` int32 [8],
+    `page_table` int32 [8, max_pages]."""
 
-    def __init__(self, pool: native.Pool, max_pages: int, n_embd: int, spare_page: int, device: torch.device) -> None:
-        self._pool = pool
+    def __init__(self, max_pages: int, spare_page: int, device: torch.device) -> None:
         self._max_pages = max_pages
         self._spare_page = spare_page
         self._device = device
-        n_table = MAX_TOKENS * max_pages
-        sizes = (MAX_TOKENS, n_table, MAX_TOKENS * n_embd)
+        self._sizes = [2 * MAX_TOKENS, MAX_TOKENS * N_FIELDS, MAX_TOKENS, MAX_TOKENS * max_pages, MAX_TOKENS]
         is_cuda = device.type == "cuda"
-        self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=is_cuda)
-        self._device_side = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self._mirror = _parts(self._host, sizes, max_pages)
-        self.positions, self.page_table, self._embedding = _parts(self._device_side, sizes, max_pages)
-        self._embedded: tuple[Weight, float] | None = None
+        self._on_device = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
+        uniforms, params, self.positions, table, self.tokens = torch.split(self._on_device, self._sizes)
+        self.uniforms = uniforms.view(torch.float64)
+        self.params = params.view(MAX_TOKENS, N_FIELDS)
+        self.page_table = table.view(MAX_TOKENS, max_pages)
+        self._mirrors = [torch.zeros(sum(self._sizes), dtype=torch.int32, pin_memory=is_cuda) for _ in range(N_MIRRORS)]
+        self._parts = [[part.numpy() for part in torch.split(mirror, self._sizes)] for mirror in self._mirrors]
+        self._turn = 0
         self._tables: dict[int, tuple[RopeTable, torch.Tensor, set[int]]] = {}
         self.n_processors = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 1
-
-    def embedding(self, weight: Weight, scale: float) -> torch.Tensor:
-        """Where the rows of the batch's tokens come to stand, fp32 [8, width]."""
-        self._embedded = weight, scale
-        return self._embedding
 
     def angles(self, table: RopeTable, n: int) -> Angles:
         """Cosines and sines of all positions, and which of them n tokens take."""
@@ -49,19 +61,24 @@ class Inputs:
             self._tables[id(table)] = table, values, set()
         return Angles(self._tables[id(table)][1], self.positions[:n], table.is_neox)
 
-    def fill(self, batch: Batch) -> None:
-        """Copy a batch in. The copy before must be over: its reader has answered."""
+    def fill(self, batch: Batch, draws: Draws | None = None, *, keep_tokens: bool = False) -> None:
+        """Copy a batch in; with `keep_tokens` its tokens are those that stand on the device already.
+
+        At most N_MIRRORS - 1 batches may wait for the device when this is called.
+        """
         n = batch.n
-        positions, page_table, embedding = (part.numpy() for part in self._mirror)
+        self._turn = (self._turn + 1) % N_MIRRORS
+        uniforms, params, positions, page_table, tokens = self._parts[self._turn]
+        if draws is not None:
+            uniforms.view(np.float64)[:n] = draws.uniforms
+            params[: n * N_FIELDS] = draws.params.reshape(-1)
         positions[:n] = batch.positions
+        rows = page_table.reshape(MAX_TOKENS, self._max_pages)
         for row, pages in enumerate(batch.page_tables):
-            page_table[row, : len(pages)] = pages
-        if self._embedded is not None:
-            weight, scale = self._embedded
-            rows = np.ascontiguousarray(weight.data[batch.tokens])
-            self._pool.dequantize(weight.type, rows, embedding[:n])
-            embedding[:n] *= np.float32(scale)
-        self._device_side.copy_(self._host, non_blocking=True)
+            rows[row, : len(pages)] = pages
+        tokens[:n] = batch.tokens
+        size = len(self._on_device) - (MAX_TOKENS if keep_tokens else 0)
+        self._on_device[:size].copy_(self._mirrors[self._turn][:size], non_blocking=True)
         for block in {int(p) // ROPE_BLOCK for p in batch.positions}:
             self._upload_angles(block)
 
@@ -78,8 +95,3 @@ class Inputs:
                 part = torch.from_numpy(table.cos_sin(positions))
                 values[block * ROPE_BLOCK : (block + 1) * ROPE_BLOCK].copy_(part)
                 blocks.add(block)
-
-
-def _parts(all_of_it: torch.Tensor, sizes: tuple[int, ...], max_pages: int) -> tuple[torch.Tensor, ...]:
-    positions, table, embedding = all_of_it.split(sizes)
-    return positions, table.view(MAX_TOKENS, max_pages), embedding.view(torch.float32).view(MAX_TOKENS, -1)

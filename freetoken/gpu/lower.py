@@ -23,6 +23,7 @@ from freetoken.gpu.weights import DeviceWeights, weight_class
 from freetoken.kernels import attention, glu, norm, rope, router
 from freetoken.kernels.activations import Activation, quantize
 from freetoken.kernels.attention import Mask, Partials
+from freetoken.kernels.embed import EmbeddingTable, embed
 from freetoken.kernels.matvec import Source, matvec
 from freetoken.kernels.norm import Rows, Shared
 from freetoken.kernels.pages import PAGE, Pages
@@ -174,7 +175,9 @@ class Lowering:
         if state.rows is not None or state.quantised:
             return
         if isinstance(node, t.Embedding):
-            state.rows = self._inputs.embedding(node.weight, node.scale)[: node.n]
+            state.rows = self._take(node, node.n, node.width)
+            table = EmbeddingTable.of(self._weights.matrix(node.weight), node.n)
+            self._add(partial(embed, table, self._inputs.tokens[: node.n], state.rows, node.scale))
         elif isinstance(node, t.Linear):
             state.rows = self._take(node, node.n, node.width)
             bias = None if node.weight.bias is None else self._weights.vector(node.weight.bias)
@@ -225,7 +228,9 @@ class Lowering:
     def _sum(self, node: t.Sum | t.GatedSum | t.Experts, **rest: object) -> None:
         """A sum into the node's rows; `rest` is the norm of it that follows in the same launch."""
         h = self._take(node, node.n, node.width)
-        residual, branch, post = None, node, None
+        residual: torch.Tensor | None = None
+        branch: t.Node = node
+        post: norm.Norm | None = None
         if isinstance(node, t.Sum):
             residual, branch = self._rows(node.a), node.b
             if isinstance(branch, t.Norm) and branch.is_whole and self._state(branch).rows is None:
@@ -252,9 +257,7 @@ class Lowering:
         gate_rows, up_rows = self._joined([gate, up], node, with_bias=True)
         h, quantised = self._outputs(node)
         first = quantised[0] if quantised else None
-        launch = partial(
-            glu.glu, gate_rows, up_rows, h, first, activation=node.activation, planes=self._n_planes
-        )
+        launch = partial(glu.glu, gate_rows, up_rows, h, first, activation=node.activation, planes=self._n_planes)
         self._add(launch)
 
     def _joined(self, linears: list[t.Linear], owner: t.Node, *, with_bias: bool) -> list[torch.Tensor]:
@@ -294,7 +297,8 @@ class Lowering:
         n, inputs = node.n, self._inputs
         pages = Pages(self._kv.k[node.layer], self._kv.v[node.layer], inputs.positions[:n], inputs.page_table[:n])
         turned = self._take(node, n, q.width)
-        self._add(partial(rope.rotate_and_store, *parts, inputs.angles(table, n), pages, turned))
+        angles = inputs.angles(table, n)
+        self._add(partial(rope.rotate_and_store, parts[0], parts[1], parts[2], angles, pages, turned))
         y, quantised = self._outputs(node)
         dim_v = pages.v.shape[-1]
         n_splits = attention.max_splits(self._n_positions, node.window)
@@ -341,9 +345,7 @@ class Lowering:
         routes = self._state(node.routes)
         ids, weights = routes.rows, routes.weights
         assert ids is not None and weights is not None and self._experts is not None
-        x = {
-            weight_class(each.type): self._source(node.x, each.type) for each in (node.bank.gate, node.bank.up)
-        }
+        x = {weight_class(each.type): self._source(node.x, each.type) for each in (node.bank.gate, node.bank.up)}
         rows = self._take(node, node.n, ids.shape[1], node.width)
         for launch in self._experts.launches(
             node.bank, x, ids, rows.view(-1, node.width), node.activation, self._arena

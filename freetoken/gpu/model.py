@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -15,26 +16,34 @@ from freetoken.batch import Batch
 from freetoken.blocks import Model
 from freetoken.errors import EngineError
 from freetoken.experts.bank import LayerBanks, expert_banks
-from freetoken.experts.memory import slot_sizes
 from freetoken.experts.pin import Pinned, Rung, pin_banks
-from freetoken.experts.slots import SizeClass, size_classes, slots_per_class
 from freetoken.gguf import ModelFile
 from freetoken.gpu import driver
-from freetoken.gpu.decode import GpuDecoder
-from freetoken.gpu.experts import GpuExperts
-from freetoken.gpu.inputs import Inputs
+from freetoken.gpu.chain import DeviceParams, device_chain
+from freetoken.gpu.decode import GpuDecoder, Step
+from freetoken.gpu.experts import GpuExperts, Staging
+from freetoken.gpu.inputs import Draws, Inputs
 from freetoken.gpu.kv import DeviceKV
+from freetoken.gpu.place import Placement, place
+from freetoken.gpu.prefill import Prefill
 from freetoken.gpu.weights import DeviceWeights
 from freetoken.kernels.activations import MAX_TOKENS
-from freetoken.kvcache import KVShape
+from freetoken.kernels.pages import PAGE
+from freetoken.kernels.sampler import N_FIELDS
+from freetoken.kvcache import KVShape, n_pages_for
 from freetoken.options import EngineOptions
+from freetoken.plan import GpuPlan
 from freetoken.spec import ModelSpec
 
-__all__ = ["GpuModel"]
+__all__ = ["GpuModel", "device_chain", "place"]
 
 logger = logging.getLogger(__name__)
 
 N_PIN_THREADS = 4
+MAX_STEPPED = 1 << 30
+"""Prompts run as decode steps, whatever their length, where no buffer is left for whole layers."""
+N_CHUNK = 4096
+"""Tokens of a prefill chunk where -b and -ub are not given: the experts are streamed once for each."""
 
 
 class GpuModel:
@@ -46,32 +55,60 @@ class GpuModel:
         spec: ModelSpec,
         options: EngineOptions,
         model: Model,
-        shapes: Sequence[KVShape],
-        capacity: int,
-        n_ctx_pages: int,
+        placement: Placement,
         pool: native.Pool,
-        device: torch.device | str,
     ) -> None:
-        """`capacity` pages of keys and values for all sequences, of which one takes at most n_ctx_pages."""
+        """`pool` decodes weights of types without a kernel."""
         started = time.monotonic()
-        device = torch.device(device)
-        self.device = device
-        self.max_stepped = 1 << 30
+        plan = self.plan = placement.plan
+        device = self.device = torch.device(placement.device)
+        shapes = [KVShape(n_kv, spec.head_dim_k, spec.head_dim_v) for n_kv in spec.n_kv]
+        n_ctx_pages = n_pages_for(plan.n_ctx)
+        streams = plan.backend != "offload" or plan.n_buffers > 0
+        self.max_stepped = MAX_TOKENS if streams else MAX_STEPPED
+        self.n_chunk = options.n_chunk if options.n_chunk != EngineOptions().n_chunk else N_CHUNK
         self._pinned: Pinned | None = None
-        kv = DeviceKV(shapes, capacity, options.cache_type_k, device)
+        kv = DeviceKV(shapes, plan.n_pages, options.cache_type_k, device)
         self._weights = DeviceWeights(device, pool)
-        inputs = Inputs(pool, n_ctx_pages, spec.n_embd, kv.spare, device)
+        self._model, self._kv = model, kv
+        self._prefill: Prefill | None = None
+        inputs = Inputs(n_ctx_pages, kv.spare, device)
         self.experts: GpuExperts | None = None
         if spec.is_moe:
             self.experts = self._expert_slots(file, spec, options)
-        n_positions = n_ctx_pages * native.KV_PAGE
-        self._decoder = GpuDecoder(model, self._weights, kv, inputs, self.experts, n_positions, options.n_planes)
-        logger.info("GPU: %.2f GiB of keys and values, ready in %.2f s", kv.n_bytes / 2**30, time.monotonic() - started)
+        n_positions = n_ctx_pages * PAGE
+        self.decoder = GpuDecoder(model, self._weights, kv, inputs, self.experts, n_positions, options.n_planes)
+        logger.info("%s: weights and cache ready in %.2f s", device, time.monotonic() - started)
 
     def run(self, batch: Batch, should_stop: Callable[[], bool] | None) -> np.ndarray:
         """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab]. Raises Stopped."""
-        assert batch.n <= MAX_TOKENS
-        return self._decoder.run(batch)
+        if batch.n <= MAX_TOKENS:
+            return self.decoder.run(batch)
+        with self.experts.streaming() if self.experts is not None else nullcontext():
+            logits = self._long_pass().run(batch, should_stop)
+        found: np.ndarray = logits.cpu().numpy()
+        return found
+
+    def expert_counters(self) -> np.ndarray | None:
+        """int64 [n_layer, 5] by `experts.slots.COUNTERS`, None without experts."""
+        return None if self.experts is None else self.experts.counters()
+
+    def launch(
+        self, batch: Batch, chains: Sequence[DeviceParams], uniforms: Sequence[float], *, follows: bool
+    ) -> Step:
+        """Start a decode step that samples its tokens itself (`GpuDecoder.launch`)."""
+        params = np.zeros((batch.n, N_FIELDS), np.int32)
+        for row, chain in zip(params, chains, strict=True):
+            chain.write(row)
+        return self.decoder.launch(batch, Draws(params, np.asarray(uniforms, np.float64)), follows=follows)
+
+    def _long_pass(self) -> Prefill:
+        if self._prefill is None:
+            self.decoder.program(1, 1, 1)  # matrices are joined as its launches want them, so it comes first
+            self._prefill = Prefill(
+                self._model, self._weights, self._kv, self.decoder.head_logits, self.device, self.experts
+            )
+        return self._prefill
 
     def close(self) -> None:
         """Unlock the experts' pages. The model must not be used afterwards."""
@@ -83,16 +120,21 @@ class GpuModel:
 
     def _expert_slots(self, file: ModelFile, spec: ModelSpec, options: EngineOptions) -> GpuExperts:
         layers: Sequence[LayerBanks | None] = expert_banks(spec, file)
-        classes = size_classes(slot_sizes(layers))
-        n_slots = _n_slots(options, spec, classes, self.device)
         if self.device.type == "cuda":
             self._pinned = self._pin(layers)
             layers = self._pinned.layers
-        experts = GpuExperts(layers, classes, n_slots, spec.n_expert_used, self.device, n_planes=options.n_planes)
-        experts.load_residents()
-        logger.info(
-            "experts: %s, slots %s of %s", "fused" if experts.is_fused else "offload", n_slots, spec.n_expert
+        plan = self.plan
+        experts = GpuExperts(
+            layers,
+            plan.classes,
+            plan.n_slots,
+            spec.n_expert_used,
+            self.device,
+            n_planes=options.n_planes,
+            staging=_staging(plan),
+            edges=() if self._pinned is None else self._pinned.edges,
         )
+        experts.load_residents()
         return experts
 
     def _pin(self, layers: Sequence[LayerBanks | None]) -> Pinned:
@@ -113,22 +155,16 @@ class GpuModel:
         return pinned
 
 
+def _staging(plan: GpuPlan) -> Staging | int:
+    """The last slots of the pool that the plan names, or bytes of their own."""
+    if plan.buffer_pool is None:
+        return plan.own_buffers_bytes
+    n = plan.n_buffers * plan.buffer_slots
+    return Staging(plan.buffer_pool, plan.n_slots[plan.buffer_pool] - n, n) if n else 0
+
+
 def _pinned_memory(n_bytes: int) -> np.ndarray | None:
     try:
         return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True).numpy()
     except RuntimeError:
         return None
-
-
-def _n_slots(
-    options: EngineOptions, spec: ModelSpec, classes: tuple[SizeClass, ...], device: torch.device
-) -> tuple[int, ...]:
-    """Slots of each size class."""
-    wanted = tuple(len(c.layers) * spec.n_expert for c in classes)
-    total = sum(n * c.slot_bytes for n, c in zip(wanted, classes, strict=True))
-    budget = torch.cuda.mem_get_info(device)[0] - 2**30 if device.type == "cuda" else total
-    if options.moe_cache_rate:
-        budget = int(total * options.moe_cache_rate)
-    if total <= budget:
-        return wanted
-    return slots_per_class(classes, spec.n_expert, budget, 2 * MAX_TOKENS * spec.n_expert_used)

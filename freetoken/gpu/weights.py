@@ -5,14 +5,13 @@ Matrices that share an input and a type can be joined, one under the other, so t
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 import torch
 
 from freetoken import native
 from freetoken.blocks import Weight
 from freetoken.kernels import layout
+from freetoken.kernels.embed import EmbeddingTable, embed
 from freetoken.kernels.matvec import TYPE_CLASS, Matrix
 from freetoken.quants import GgmlType
 
@@ -69,6 +68,14 @@ class DeviceWeights:
             self.n_bytes += tensor.nbytes
         return self._vectors[id(values)][1]
 
+    def embed(self, weight: Weight, tokens: np.ndarray) -> torch.Tensor:
+        """Rows of the token embedding, fp32 [n, cols]."""
+        n = len(tokens)
+        out = torch.empty((n, weight.cols), dtype=torch.float32, device=self.device)
+        table = EmbeddingTable.of(self.matrix(weight), n)
+        embed(table, torch.from_numpy(tokens.astype(np.int32)).to(self.device), out)
+        return out
+
     def _upload(self, weights: list[Weight]) -> Matrix:
         type_id, cols = weights[0].type, weights[0].cols
         rows = sum(weight.rows for weight in weights)
@@ -95,7 +102,5 @@ class DeviceWeights:
 
 
 def _bytes(data: np.ndarray) -> torch.Tensor:
-    """A view of the mapping, never written to."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns of read-only memory
-        return torch.from_numpy(data.reshape(-1))
+    """A copy: CUDA copies nothing that begins in locked pages and ends in others, as a weight next to experts may."""
+    return torch.from_numpy(data.reshape(-1).copy())

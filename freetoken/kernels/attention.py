@@ -1,8 +1,8 @@
 """Attention of a decode step over pages (docs/numerics.md, section 6): splits, and what merges them.
 
-A program takes some query heads of one KV head, one split of 256 positions and one token; how many heads changes the
-speed only. Lengths are read on the device: the grid covers `max_splits`, and programs without a split end. The program
-that is done last merges the splits, in their order; a kernel of its own does so for odd widths.
+A program takes some query heads of one KV head, one token, and every n-th of its splits of 256 positions; how many
+heads and programs changes the speed only. Lengths are read on the device: programs without a split end. The one done
+last merges the splits, in their order; a kernel of its own does so for odd widths.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-from freetoken.kernels.activations import Activation
+from freetoken.kernels.activations import Activation, arguments, put
 from freetoken.kernels.checks import check, next_power_of_2
 from freetoken.kernels.functions import exp
+from freetoken.kernels.launch import options, wait
 from freetoken.kernels.pages import PAGE, Pages, page_rows
-from freetoken.kernels.quantised import arguments, put
 from freetoken.kernels.sums import fold8, fold32, softcap
 
 __all__ = ["Mask", "Partials", "attend", "heads_per_program", "max_splits"]
@@ -67,6 +67,11 @@ def heads_per_program(n: int, n_head: int, n_kv: int, n_splits: int, n_processor
     return heads
 
 
+def _shape(heads: int) -> tuple[int, int]:
+    """Warps of a program, and positions whose values it loads at once."""
+    return 4, 64
+
+
 def merged_heads(n_head: int, heads: int, dim_v: int, cls: int) -> int:
     """Heads whose splits one program can merge, so that their values are whole blocks; 0 where there is no number."""
     merged = max(heads, cls // dim_v)
@@ -84,19 +89,19 @@ def first_position(position, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def split_scores(q, k, begin, end, DIM: tl.constexpr):
-    """Dot products [256] of a query head with keys begin <= j < end of a page; +0 elsewhere."""
-    j = tl.arange(0, 256)
-    lane = tl.arange(0, 32)
+def split_scores(q, k, begin, end, DIM: tl.constexpr, MEMBERS: tl.constexpr):
+    """Dot products [MEMBERS, 256] of query heads with keys begin <= j < end of a page; +0 elsewhere."""
+    j = tl.arange(0, 256)[None, :, None]
+    lane = tl.arange(0, 32)[None, None, :]
     is_there = (j >= begin) & (j < end)
-    lanes = tl.zeros([256, 32], tl.float32)
+    member = tl.arange(0, MEMBERS)[:, None, None] * DIM
+    lanes = tl.zeros([MEMBERS, 256, 32], tl.float32)
     for start in tl.static_range(0, DIM, 32):
         at = start + lane
-        mask = is_there[:, None] & (at < DIM)[None, :]
-        key = tl.load(k + j[:, None] * DIM + at[None, :], mask=mask, other=0.0).to(tl.float32)
-        query = tl.load(q + at, mask=at < DIM, other=0.0)
-        lanes = lanes + key * query[None, :]
-    return fold32(lanes)
+        key = tl.load(k + j * DIM + at, mask=is_there & (at < DIM), other=0.0).to(tl.float32)
+        query = tl.load(q + member + at, mask=at < DIM, other=0.0)
+        lanes = lanes + key * query
+    return tl.reshape(fold32(tl.reshape(lanes, [MEMBERS * 256, 32])), [MEMBERS, 256])
 
 
 @triton.jit
@@ -132,15 +137,16 @@ def merge_splits(
     column = first_column + tl.arange(0, BLOCK)
     mask = column < N_HEAD * DIM_V
     head = column // DIM_V
+    AT_ONCE: tl.constexpr = 4 if MAX_SPLITS <= 4 else (8 if MAX_SPLITS <= 8 else 16)
     n_splits = position // 256 - first_position(position, WINDOW) // 256 + 1
     record = ((token * N_HEAD + head) * MAX_SPLITS).to(tl.int64)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     start = 0
     while start < n_splits:
-        for i in tl.static_range(4):
+        for i in tl.static_range(AT_ONCE):
             is_there = mask & (start + i < n_splits)
             top = tl.maximum(top, tl.load(ml + (record + start + i) * 2, mask=is_there, other=float("-inf")))
-        start += 4
+        start += AT_ONCE
     if sinks is not None:
         sink = tl.load(sinks + head, mask=mask, other=0.0)
         top = tl.maximum(top, sink)
@@ -148,7 +154,7 @@ def merge_splits(
     out = tl.zeros([BLOCK], tl.float32)
     start = 0
     while start < n_splits:
-        for i in tl.static_range(4):
+        for i in tl.static_range(AT_ONCE):
             at = record + start + i
             is_there = mask & (start + i < n_splits)
             m = tl.load(ml + at * 2, mask=is_there, other=0.0)
@@ -157,7 +163,7 @@ def merge_splits(
             w = exp(m - top)
             total = total + tl.where(is_there, w * l_sum, 0.0)
             out = out + tl.where(is_there, w * part, 0.0)
-        start += 4
+        start += AT_ONCE
     if sinks is not None:
         total = total + exp(sink - top)
     out = out * tl.math.div_rn(1.0, tl.where(mask, total, 1.0))
@@ -172,8 +178,9 @@ def merge_splits(
 def merge_splits_kernel(
     o, ml, sinks, positions, y, q, dx, sums,
     N_HEAD: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr, CLS: tl.constexpr, PLANES: tl.constexpr,
+    BLOCK: tl.constexpr, CLS: tl.constexpr, PLANES: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
+    wait(IS_CHAINED)
     token = tl.program_id(1)
     merge_splits(
         o, ml, sinks, tl.load(positions + token), token, tl.program_id(0) * BLOCK, y, q, dx, sums,
@@ -182,44 +189,30 @@ def merge_splits_kernel(
 
 
 @triton.jit
-def attend_split_kernel(
-    query, k_pages, v_pages, o, ml, positions, table, scale, cap, arrived, sinks, y, q, dx, sums,
-    N_HEAD: tl.constexpr, N_KV: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    BLOCK_V: tl.constexpr, WIDTH: tl.constexpr, MAX_PAGES: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, UNROLL: tl.constexpr,
-    MERGED: tl.constexpr, CLS: tl.constexpr, PLANES: tl.constexpr,
+def attend_split(
+    query, k_rows, v_rows, o, ml, begin, end, record, scale, cap,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, HAS_CAP: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Steps 1 and 2 of section 6. Where `arrived` is given, the program that comes last of those that share MERGED
-    heads does steps 3 and 4 for them; it leaves the counter at 0."""
-    split = tl.program_id(0)
-    head = tl.program_id(1) * HEADS
-    token = tl.program_id(2)
-    position = tl.load(positions + token)
-    first = first_position(position, WINDOW)
-    page = first // 256 + split
-    if page > position // 256:
-        return
-    begin = tl.maximum(first - page * 256, 0)
-    end = tl.minimum(position - page * 256 + 1, 256)
-    rows = page_rows(table, token, page, head // (N_HEAD // N_KV), N_KV, MAX_PAGES)
-    record = ((token * N_HEAD + head) * MAX_SPLITS + split).to(tl.int64)
-
-    j = tl.arange(0, 256)
+    """Steps 1 and 2 of section 6 for HEADS heads and positions begin <= j < end of a page."""
+    MEMBERS: tl.constexpr = 2 if HEADS > 1 and DIM <= 128 else 1
+    j = tl.arange(0, 256)[None, :]
     is_there = (j >= begin) & (j < end)
-    for member in range(HEADS):
-        s = split_scores(query + (token * N_HEAD + head + member) * DIM, k_pages + rows * DIM, begin, end, DIM) * scale
+    for first in range(0, HEADS, MEMBERS):
+        member = first + tl.arange(0, MEMBERS)
+        s = split_scores(query + first * DIM, k_rows, begin, end, DIM, MEMBERS) * scale
         if HAS_CAP:
             s = softcap(s, cap)
-        m = tl.max(tl.where(is_there, s, float("-inf")), axis=0)
-        p = tl.where(is_there, exp(s - m), 0.0)
-        tl.store(o + (record + member * MAX_SPLITS) * WIDTH + j, p)
+        m = tl.max(tl.where(is_there, s, float("-inf")), axis=1)
+        p = tl.where(is_there, exp(s - m[:, None]), 0.0)
+        tl.store(o + (record + member * MAX_SPLITS)[:, None] * WIDTH + j, p)
         tl.store(ml + (record + member * MAX_SPLITS) * 2, m)
     tl.debug_barrier()  # the weights p are read by all threads
 
     heads = tl.arange(0, HEADS) * (MAX_SPLITS * WIDTH)
     weights = o + record * WIDTH + heads
     column = tl.arange(0, BLOCK_V)[None, :]
-    values = v_pages + rows * DIM_V + column + heads[:, None] * 0
+    values = v_rows + column + heads[:, None] * 0
     is_column = column + heads[:, None] * 0 < DIM_V
     out = tl.zeros([HEADS, BLOCK_V], tl.float32)
     lanes = tl.zeros([HEADS, 8], tl.float32)
@@ -237,16 +230,49 @@ def attend_split_kernel(
     tl.store(weights[:, None] + column, out, mask=is_column)
     tl.store(ml + (record + tl.arange(0, HEADS) * MAX_SPLITS) * 2 + 1, fold8(lanes))
 
+
+@triton.jit
+def attend_split_kernel(
+    query, k_pages, v_pages, o, ml, positions, table, scale, cap, arrived, sinks, y, q, dx, sums,
+    N_HEAD: tl.constexpr, N_KV: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
+    BLOCK_V: tl.constexpr, WIDTH: tl.constexpr, MAX_PAGES: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, UNROLL: tl.constexpr,
+    MERGED: tl.constexpr, CLS: tl.constexpr, PLANES: tl.constexpr, IS_CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Splits of a token's heads. Where `arrived` is given, the program that comes last of those that share MERGED
+    heads does steps 3 and 4 for them; it leaves the counter at 0."""
+    wait(IS_CHAINED)
+    head = tl.program_id(1) * HEADS
+    token = tl.program_id(2)
+    position = tl.load(positions + token)
+    first = first_position(position, WINDOW)
+    n_splits = position // 256 - first // 256 + 1
+    n_done = 0
+    split = tl.program_id(0)
+    while split < n_splits:
+        page = first // 256 + split
+        begin = tl.maximum(first - page * 256, 0)
+        end = tl.minimum(position - page * 256 + 1, 256)
+        rows = page_rows(table, token, page, head // (N_HEAD // N_KV), N_KV, MAX_PAGES)
+        record = ((token * N_HEAD + head) * MAX_SPLITS + split).to(tl.int64)
+        attend_split(
+            query + (token * N_HEAD + head) * DIM, k_pages + rows * DIM, v_pages + rows * DIM_V, o, ml, begin, end,
+            record, scale, cap, HEADS, DIM, DIM_V, BLOCK_V, WIDTH, MAX_SPLITS, HAS_CAP, UNROLL,
+        )  # fmt: skip
+        n_done += 1
+        split += tl.num_programs(0)
+
     if arrived is not None:
         tl.debug_barrier()
         group = token * (N_HEAD // MERGED) + head // MERGED
-        n_programs = (position // 256 - first // 256 + 1) * (MERGED // HEADS)
-        if tl.atomic_add(arrived + group, 1, sem="acq_rel") == n_programs - 1:
-            tl.store(arrived + group, 0)
-            merge_splits(
-                o, ml, sinks, position, token, head // MERGED * (MERGED * DIM_V), y, q, dx, sums,
-                N_HEAD, DIM_V, WIDTH, MAX_SPLITS, WINDOW, MERGED * DIM_V, CLS, PLANES,
-            )  # fmt: skip
+        if n_done > 0:
+            before = tl.atomic_add(arrived + group, n_done, sem="acq_rel")
+            if before + n_done == n_splits * (MERGED // HEADS):
+                tl.store(arrived + group, 0)
+                merge_splits(
+                    o, ml, sinks, position, token, head // MERGED * (MERGED * DIM_V), y, q, dx, sums,
+                    N_HEAD, DIM_V, WIDTH, MAX_SPLITS, WINDOW, MERGED * DIM_V, CLS, PLANES,
+                )  # fmt: skip
 
 
 def attend(
@@ -259,11 +285,13 @@ def attend(
     *,
     planes: int = 2,
     heads: int = 1,
+    n_programs: int = 64,
 ) -> None:
     """Attention of queries fp32 [n, n_head * head_dim_k]: y fp32 [n, n_head * head_dim_v] and the same quantised.
 
     The context must fit `partials`: no position may need more splits. `heads` is a power of 2 that divides the query
-    heads of a KV head (`heads_per_program`). One launch, or two where the heads' widths do not fit blocks of values.
+    heads of a KV head (`heads_per_program`); at most `n_programs` share the splits of a head. One launch, or two
+    where the heads' widths do not fit blocks of values.
     """
     n, n_kv, dim, dim_v = q.shape[0], pages.n_kv, pages.k.shape[-1], pages.v.shape[-1]
     n_head = q.shape[1] // dim
@@ -273,8 +301,9 @@ def attend(
         raise ValueError(f"{heads} of {n_head} query heads of {n_kv} KV heads, or records of {width} values")
     activation, cls = arguments(quantised, n, n_head * dim_v)
     merged = merged_heads(n_head, heads, dim_v, cls)
+    warps, unroll = _shape(heads)
     shape = {"N_HEAD": n_head, "DIM_V": dim_v, "WIDTH": width, "MAX_SPLITS": n_splits, "WINDOW": mask.window}
-    attend_split_kernel[(n_splits, n_head // heads, n)](
+    attend_split_kernel[(min(n_splits, n_programs), n_head // heads, n)](
         q,
         pages.k,
         pages.v,
@@ -295,12 +324,12 @@ def attend(
         BLOCK_V=next_power_of_2(dim_v),
         MAX_PAGES=pages.table.shape[1],
         HAS_CAP=mask.softcap != 0.0,
-        UNROLL=32,
+        UNROLL=unroll,
         MERGED=merged,
         CLS=cls,
         PLANES=planes,
-        num_warps=4,
-        enable_fp_fusion=False,
+        num_warps=warps,
+        **options(q),
     )
     if merged:
         return
@@ -316,7 +345,7 @@ def attend(
         CLS=cls,
         PLANES=planes,
         num_warps=4,
-        enable_fp_fusion=False,
+        **options(q),
     )
 
 

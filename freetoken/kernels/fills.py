@@ -17,6 +17,8 @@ import triton.language as tl
 
 from freetoken import quants
 from freetoken.kernels import layout
+from freetoken.kernels.launch import options as launch_options
+from freetoken.kernels.launch import wait
 
 __all__ = ["FillBank", "fill", "fill_bank"]
 
@@ -101,7 +103,7 @@ def fill(
         options |= {f"UNIT{i}": bank.unit, f"ALIGN{i}": bank.align, f"IS_PLAIN{i}": bank.moves is None}
     _fill[(n_programs,)](
         slots, slots.shape[1], fill_expert, fill_slot, counts, *numbers, **options,
-        CHUNK=CHUNK_BYTES, num_warps=4, num_stages=1, enable_fp_fusion=False,
+        CHUNK=CHUNK_BYTES, num_warps=4, num_stages=1, **launch_options(slots),
     )  # fmt: skip
 
 
@@ -117,8 +119,9 @@ def _fill(
     UNIT0: tl.constexpr, ALIGN0: tl.constexpr, IS_PLAIN0: tl.constexpr,
     UNIT1: tl.constexpr, ALIGN1: tl.constexpr, IS_PLAIN1: tl.constexpr,
     UNIT2: tl.constexpr, ALIGN2: tl.constexpr, IS_PLAIN2: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
+    wait(IS_CHAINED)
     chunks0 = tl.cdiv(bytes0, CHUNK)
     chunks1 = chunks0 + tl.cdiv(bytes1, CHUNK)
     chunks = chunks1 + tl.cdiv(bytes2, CHUNK)

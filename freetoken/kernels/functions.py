@@ -48,13 +48,13 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def tree8(lanes, N: tl.constexpr, R: tl.constexpr, T: tl.constexpr):
-    """tree8 of lanes [N, R, T], N up to 8; lanes that are not there are +0 and no lane is ever -0: [R, T]."""
+def tree8(lanes, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr, T: tl.constexpr):
+    """tree8 of lanes [P, N, R, T], N up to 8; lanes that are not there are +0 and no lane is ever -0: [P, R, T]."""
     if N == 8:
-        lanes = tl.sum(tl.reshape(lanes, [2, 4, R, T]), axis=0)
+        lanes = tl.sum(tl.reshape(lanes, [P, 2, 4, R, T]), axis=1)
     if N >= 4:
-        lanes = tl.sum(tl.reshape(lanes, [2, 2, R, T]), axis=0)
+        lanes = tl.sum(tl.reshape(lanes, [P, 2, 2, R, T]), axis=1)
     if N >= 2:
-        return tl.sum(lanes, axis=0)
+        return tl.sum(lanes, axis=1)
     else:
-        return tl.reshape(lanes, [R, T])
+        return tl.reshape(lanes, [P, R, T])

@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from freetoken.kernels.activations import Activation
+from freetoken.kernels.activations import Activation, arguments, put
 from freetoken.kernels.checks import check
 from freetoken.kernels.functions import activate
-from freetoken.kernels.quantised import arguments, put
+from freetoken.kernels.launch import options, wait
 
 __all__ = ["ACTIVATIONS", "glu"]
 
@@ -22,11 +22,13 @@ def glu_kernel(
     gate, up, h, q, dx, sums,
     N: tl.constexpr, GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, CLS: tl.constexpr, PLANES: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     piece = tl.program_id(0)
     row = tl.program_id(1)
     at = piece * BLOCK + tl.arange(0, BLOCK)
     mask = at < N
+    wait(IS_CHAINED)
     g = tl.load(gate + row.to(tl.int64) * GATE_STRIDE + at, mask=mask, other=0.0)
     value = activate(g, ACTIVATION) * tl.load(up + row.to(tl.int64) * UP_STRIDE + at, mask=mask, other=0.0)
     if h is not None:
@@ -65,5 +67,5 @@ def glu(
         CLS=cls,
         PLANES=planes,
         num_warps=2,
-        enable_fp_fusion=False,
+        **options(gate),
     )

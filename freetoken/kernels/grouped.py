@@ -16,7 +16,7 @@ import triton.language as tl
 
 from freetoken.kernels.checks import check
 from freetoken.kernels.functions import activate
-from freetoken.kernels.launch import launch
+from freetoken.kernels.fast_launch import launch
 
 __all__ = ["Rows", "Tile", "expert_glu_rows", "expert_products", "product", "tile_for", "tiles"]
 

@@ -1,39 +1,37 @@
-"""Launches without Triton's look-up of the compiled kernel, which takes longer than many kernels of a prompt run.
+"""What every launch of a decode step shares: no fused multiply-add, and, on cards that can (sm_90 and later), a start
+before the kernel ahead has ended.
 
-Triton's own launch compiles a kernel and answers with it; here it is kept under what its binary depends on: constants,
-options, and for each argument what Triton makes special (a pointer's type and alignment, an integer's divisibility).
+A kernel calls `wait` before it touches anything but weights: it then goes on when the kernel ahead has ended and its
+results are visible, and lets the next one start. So what is read before `wait` must not be written by the kernel right
+ahead; all others have ended.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["launch"]
-
-_compiled: dict[tuple[object, ...], Any] = {}
+__all__ = ["options", "wait"]
 
 
-def launch(
-    kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...], warps: int,
-    stages: int = 3,
-) -> None:  # fmt: skip
-    """Run a kernel whose parameters are `arguments` (the first a tensor) and after them the constants, on the current
-    stream of their device, which is the current one."""
-    kinds: list[object] = []
-    for a in arguments:
-        if isinstance(a, torch.Tensor):
-            kinds.append((a.dtype, a.data_ptr() % 16 == 0))
-        elif isinstance(a, int):
-            kinds.append((a == 1, a % 16 == 0, -(2**31) <= a < 2**31))
-        else:
-            kinds.append(type(a))
-    key = (id(kernel), arguments[0].get_device(), constants, warps, stages, *kinds)
-    found = _compiled.get(key)
-    if found is not None:
-        found[grid](*arguments, *constants)
-        return
-    found = kernel[grid](*arguments, *constants, num_warps=warps, num_stages=stages, enable_fp_fusion=False)
-    if found is not None:  # the interpreter answers nothing
-        _compiled[key] = found
+@functools.cache
+def _can_overlap(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def options(x: torch.Tensor) -> dict[str, bool]:
+    """Arguments of a launch on the device of x, for a kernel with a parameter IS_CHAINED."""
+    if x.is_cuda and _can_overlap(x.device):
+        return {"enable_fp_fusion": False, "IS_CHAINED": True, "launch_pdl": True}
+    return {"enable_fp_fusion": False, "IS_CHAINED": False}
+
+
+@triton.jit
+def wait(IS_CHAINED: tl.constexpr):
+    if IS_CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()

@@ -17,9 +17,10 @@ from freetoken import quants
 from freetoken.kernels import matvec_32, matvec_iq, matvec_k
 from freetoken.kernels.activations import MAX_TOKENS, Activation
 from freetoken.kernels.functions import activate, tree8
+from freetoken.kernels.launch import options, wait
 from freetoken.kernels.layout import ALIGNMENT, slot_bytes
 from freetoken.kernels.matvec_float import float_products
-from freetoken.kernels.matvec_tiles import first_part, inside
+from freetoken.kernels.matvec_tiles import inside
 from freetoken.kernels.tables import table
 from freetoken.quants import GgmlType
 
@@ -63,169 +64,177 @@ TYPE_CLASS: dict[int, int] = {
 """Type -> class of its activation (0: plain fp32 rows); types that are not here have no kernel."""
 
 
-PARTS: dict[int, tuple[int, int]] = {
-    **dict.fromkeys(map(int, _CLASS_32), (1, 1)),
-    **dict.fromkeys(map(int, _CLASS_256), (16, 1)),
-    **dict.fromkeys((int(GgmlType.Q4_K), int(GgmlType.Q5_K), int(GgmlType.Q6_K)), (2, 4)),
-    **dict.fromkeys((int(GgmlType.Q2_K), int(GgmlType.Q3_K)), (2, 2)),
-    int(GgmlType.IQ4_XS): (8, 1),
-    int(GgmlType.Q8_0): (2, 1),
+PARTS: dict[int, int] = {
+    **dict.fromkeys(map(int, (*_FLOATS, *_CLASS_32)), 1),
+    **dict.fromkeys(map(int, _CLASS_256), 4),
+    **dict.fromkeys((int(GgmlType.Q2_K), int(GgmlType.Q3_K)), 2),
 }
-"""Into how many parts, along two axes, a type's terms cut a block."""
+"""Into how many parts a type's terms cut a block."""
 
 
 @triton.constexpr_function
-def parts_of(type_id, axis):
-    return PARTS[type_id][axis]
+def parts_of(type_id):
+    return PARTS[type_id]
+
+
+@triton.constexpr_function
+def lanes_of(n):
+    """Lanes of the law that a row of n blocks uses, as a power of 2."""
+    return min(8, triton.next_power_of_2(n))
 
 
 @triton.jit
-def terms(TYPE: tl.constexpr, w, first, n_blocks, block, piece, mask, q, dx, extra, NB: tl.constexpr, R: tl.constexpr,
-          T: tl.constexpr):  # fmt: skip
+def terms(TYPE: tl.constexpr, w, first, n_blocks, block, piece, live, q, dx, extra, WAITS: tl.constexpr):
     """Terms of a tile; `extra` is the activation's sums, or the type's table."""
     if TYPE == Q4_0:
-        return matvec_32.terms_q4_0(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+        return matvec_32.terms_q4_0(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == Q4_1:
-        return matvec_32.terms_q4_1(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+        return matvec_32.terms_q4_1(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == Q5_0:
-        return matvec_32.terms_q5_0(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+        return matvec_32.terms_q5_0(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == Q5_1:
-        return matvec_32.terms_q5_1(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+        return matvec_32.terms_q5_1(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == Q8_0:
-        return matvec_32.terms_q8_0(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+        return matvec_32.terms_q8_0(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == IQ4_NL:
-        return matvec_32.terms_iq4_nl(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+        return matvec_32.terms_iq4_nl(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == MXFP4:
-        return matvec_32.terms_mxfp4(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+        return matvec_32.terms_mxfp4(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == Q2_K:
-        return matvec_k.terms_q2_k(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+        return matvec_k.terms_q2_k(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == Q3_K:
-        return matvec_k.terms_q3_k(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+        return matvec_k.terms_q3_k(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == Q4_K:
-        return matvec_k.terms_q4_k(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+        return matvec_k.terms_q4_k(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == Q5_K:
-        return matvec_k.terms_q5_k(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+        return matvec_k.terms_q5_k(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == Q6_K:
-        return matvec_k.terms_q6_k(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+        return matvec_k.terms_q6_k(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == IQ4_XS:
-        return matvec_k.terms_iq4_xs(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+        return matvec_k.terms_iq4_xs(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == IQ2_XXS:
-        return matvec_iq.terms_iq2_xxs(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+        return matvec_iq.terms_iq2_xxs(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == IQ2_XS:
-        return matvec_iq.terms_iq2_xs(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+        return matvec_iq.terms_iq2_xs(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == IQ2_S:
-        return matvec_iq.terms_iq2_s(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+        return matvec_iq.terms_iq2_s(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     elif TYPE == IQ3_XXS:
-        return matvec_iq.terms_iq3_xxs(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+        return matvec_iq.terms_iq3_xxs(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
     else:
         tl.static_assert(TYPE == IQ3_S)
-        return matvec_iq.terms_iq3_s(w, first, n_blocks, block, piece, mask, q, dx, extra, NB, R, T)
+        return matvec_iq.terms_iq3_s(w, first, n_blocks, block, piece, live, q, dx, extra, WAITS)
 
 
 @triton.jit
 def row_products(TYPE: tl.constexpr, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N: tl.constexpr,
-                 T: tl.constexpr, R: tl.constexpr, NB: tl.constexpr):  # fmt: skip
-    """Products [R, T] of rows from row0 on with rows of the activation from token0 on.
+                 T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WAITS: tl.constexpr):  # fmt: skip
+    """Products [P, R, T], equal along P, of rows from row0 on with rows of the activation from token0 on.
 
-    A row has N blocks (float weights: values), a row of the activation `stride`; fp32 rows come as `q`.
-    NB blocks are taken at a time.
+    A row has N blocks (float weights: values), a row of the activation `stride`; fp32 rows come as `q`. C blocks of
+    each lane are taken at a time. WAITS: the activation may be read once `launch.wait` has returned.
     """
     if TYPE == F32:
-        return float_products(w, row0, rows, q, stride, token0, tokens, N, 4, False, T, R)
+        total = float_products(w, row0, rows, q, stride, token0, tokens, N, 4, False, T, R, WAITS)[None, :, :]
     elif TYPE == F16 or TYPE == BF16:  # noqa: SIM109
-        return float_products(w, row0, rows, q, stride, token0, tokens, N, 2, TYPE == F16, T, R)
-    elif NB > 8:
-        return products_32(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N, NB // 8, R, T)
+        total = float_products(w, row0, rows, q, stride, token0, tokens, N, 2, TYPE == F16, T, R, WAITS)[None, :, :]
     else:
-        return products_256(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N, NB, R, T)
+        total = block_products(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N, C, R, T, WAITS)
+    return total
 
 
 @triton.jit
-def products_256(TYPE: tl.constexpr, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N: tl.constexpr,
-                 NB: tl.constexpr, R: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """`row_products` of class 256: NB blocks of each row at a time."""
-    P0: tl.constexpr = parts_of(TYPE, 0)
-    P1: tl.constexpr = parts_of(TYPE, 1)
+def block_products(TYPE: tl.constexpr, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N: tl.constexpr,
+                   C: tl.constexpr, R: tl.constexpr, T: tl.constexpr, WAITS: tl.constexpr):  # fmt: skip
+    """`row_products` of quantised types: C times L blocks of each row at a time, and their terms added in order."""
+    P: tl.constexpr = parts_of(TYPE)
+    L: tl.constexpr = lanes_of(N)
     first = row0.to(tl.int64) * N
-    row = (tl.minimum(row0 + tl.arange(0, R), rows - 1) - row0)[None, None, None, :, None]
-    token = (token0 + tl.minimum(tl.arange(0, T), tokens - 1))[None, None, None, None, :]
-    lanes = tl.zeros([P0, P1, NB, R, T], tl.float32)
-    for k0 in range(0, N, NB):
-        number = k0 + tl.arange(0, NB)[None, None, :, None, None]
+    row = (tl.minimum(row0 + tl.arange(0, R), rows - 1) - row0)[None, None, :, None, None]
+    token = (token0 + tl.minimum(tl.arange(0, T), tokens - 1))[None, None, None, :, None]
+    round = tl.arange(0, C)[None, None, None, None, :]
+    lanes = tl.zeros([P, L, R, T], tl.float32)
+    for k0 in range(0, N, L * C):
+        number = k0 + L * round + tl.arange(0, L)[None, :, None, None, None]
         at = inside(number, N)
-        live = number < N if N % NB else tl.full([1, 1, NB, 1, 1], True, tl.int1)
-        lanes += terms(TYPE, w, first, n_blocks, row * N + at, token * stride + at, live, q, dx, extra, NB, R, T)
-    return tree8(first_part(lanes, P0, P1), NB, R, T)
-
-
-@triton.jit
-def products_32(TYPE: tl.constexpr, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N: tl.constexpr,
-                C: tl.constexpr, R: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """`row_products` of class 32: C times eight blocks of each row at a time, and their terms added in order."""
-    P0: tl.constexpr = parts_of(TYPE, 0)
-    P1: tl.constexpr = parts_of(TYPE, 1)
-    first = row0.to(tl.int64) * N
-    row = (tl.minimum(row0 + tl.arange(0, R), rows - 1) - row0)[None, None, None, None, :, None]
-    token = (token0 + tl.minimum(tl.arange(0, T), tokens - 1))[None, None, None, None, None, :]
-    eight = tl.arange(0, C)[None, None, None, :, None, None]
-    lanes = tl.zeros([P0, P1, 8, R, T], tl.float32)
-    for k0 in range(0, N, 8 * C):
-        number = k0 + 8 * eight + tl.arange(0, 8)[None, None, :, None, None, None]
-        at = inside(number, N)
-        live = number < N if N % (8 * C) else tl.full([1, 1, 8, C, 1, 1], True, tl.int1)
-        term = terms(TYPE, w, first, n_blocks, row * N + at, token * stride + at, live, q, dx, extra, C, R, T)
-        for c in tl.static_range(C):
-            lanes += tl.sum(tl.where(eight == c, term, 0.0), axis=3)
-    return tree8(first_part(lanes, P0, P1), 8, R, T)
+        live = number < N if N % (L * C) else tl.full([1, L, 1, 1, C], True, tl.int1)
+        piece = token * stride + at
+        if P * L < 32:  # rows are in lanes: their integers of the activation too, so that nothing changes lanes
+            piece += 0 * row
+        term = terms(TYPE, w, first, n_blocks, row * N + at, piece, live, q, dx, extra, WAITS)
+        bits = term.to(tl.int32, bitcast=True)
+        for c in tl.static_range(C):  # sums of one number and zeros; as integers they cost nothing within a thread
+            lanes += tl.sum(tl.where(round == c, bits, 0), axis=4).to(tl.float32, bitcast=True)
+    return tree8(lanes, P, L, R, T)
 
 
 @triton.jit
 def matvec_kernel(w, q, dx, extra, y, bias, n_blocks, rows, stride, tokens, y_stride, HAS_BIAS: tl.constexpr,
                   TYPE: tl.constexpr, N: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
-                  NB: tl.constexpr):  # fmt: skip
+                  C: tl.constexpr, IS_CHAINED: tl.constexpr):  # fmt: skip
     """R rows of a dense matrix for all tokens."""
     row0 = tl.program_id(0) * R
-    total = row_products(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, 0, tokens, N, T, R, NB)
-    row = row0 + tl.arange(0, R)[:, None]
-    token = tl.arange(0, T)[None, :]
+    total = row_products(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, 0, tokens, N, T, R, C, IS_CHAINED)
+    row = row0 + tl.arange(0, R)[None, :, None]
+    token = tl.arange(0, T)[None, None, :]
     if HAS_BIAS:
         total += tl.load(bias + tl.minimum(row, rows - 1))
-    tl.store(y + token.to(tl.int64) * y_stride + row, total, mask=(row < rows) & (token < tokens))
+    put_first(y + token.to(tl.int64) * y_stride + row, total, (row < rows) & (token < tokens))
+
+
+@triton.jit
+def put_first(at, total, mask):
+    """Store values [P, R, T], equal along P, once."""
+    part = tl.arange(0, total.shape[0])[:, None, None]
+    tl.store(at + 0 * part, total, mask=mask & (part == 0))
+
+
+@triton.jit
+def without_parts(x):
+    """Values [P, R, T], equal along P, as [1, R, T]; zeros are added to the one kept."""
+    part = tl.arange(0, x.shape[0])[:, None, None]
+    return tl.sum(tl.where(part == 0, x, 0.0), axis=0, keep_dims=True)
 
 
 @triton.jit
 def glu_kernel(slots, ids, h, slot_bytes, rows, n_used,
                gate, gate_q, gate_dx, gate_extra, gate_blocks, gate_stride,
                up, up_q, up_dx, up_extra, up_blocks, up_stride, ACTIVATION: tl.constexpr,
-               GATE: tl.constexpr, GATE_N: tl.constexpr, GATE_NB: tl.constexpr,
-               UP: tl.constexpr, UP_N: tl.constexpr, UP_NB: tl.constexpr, R: tl.constexpr):  # fmt: skip
+               GATE: tl.constexpr, GATE_N: tl.constexpr, GATE_C: tl.constexpr,
+               UP: tl.constexpr, UP_N: tl.constexpr, UP_C: tl.constexpr, R: tl.constexpr,
+               IS_CHAINED: tl.constexpr):  # fmt: skip
     """R values of one routed pair's hidden row; `gate` and `up` are offsets in its slot."""
     row0 = tl.program_id(0) * R
     pair = tl.program_id(1)
+    wait(IS_CHAINED)
     slot = tl.load(ids + pair)
     if slot >= 0:
         token = pair // n_used
         w = slots + slot.to(tl.int64) * slot_bytes
         g = row_products(GATE, w + gate, gate_blocks, row0, rows, gate_q, gate_dx, gate_extra, gate_stride,
-                         token, 1, GATE_N, 1, R, GATE_NB)  # fmt: skip
+                         token, 1, GATE_N, 1, R, GATE_C, False)  # fmt: skip
         u = row_products(UP, w + up, up_blocks, row0, rows, up_q, up_dx, up_extra, up_stride,
-                         token, 1, UP_N, 1, R, UP_NB)  # fmt: skip
-        row = row0 + tl.arange(0, R)[:, None]
-        tl.store(h + pair.to(tl.int64) * rows + row, activate(g, ACTIVATION) * u, mask=row < rows)
+                         token, 1, UP_N, 1, R, UP_C, False)  # fmt: skip
+        row = row0 + tl.arange(0, R)[None, :, None]
+        if parts_of(GATE) != parts_of(UP):
+            g = without_parts(g)
+            u = without_parts(u)
+        put_first(h + pair.to(tl.int64) * rows + row, activate(g, ACTIVATION) * u, row < rows)
 
 
 @triton.jit
 def down_kernel(slots, ids, y, slot_bytes, rows, down, q, dx, extra, n_blocks, stride,
-                TYPE: tl.constexpr, N: tl.constexpr, R: tl.constexpr, NB: tl.constexpr):  # fmt: skip
+                TYPE: tl.constexpr, N: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+                IS_CHAINED: tl.constexpr):  # fmt: skip
     """R values of one routed pair's output row."""
     row0 = tl.program_id(0) * R
     pair = tl.program_id(1)
+    wait(IS_CHAINED)
     slot = tl.load(ids + pair)
     if slot >= 0:
         w = slots + slot.to(tl.int64) * slot_bytes + down
-        total = row_products(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, pair, 1, N, 1, R, NB)
-        row = row0 + tl.arange(0, R)[:, None]
-        tl.store(y + pair.to(tl.int64) * rows + row, total, mask=row < rows)
+        total = row_products(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, pair, 1, N, 1, R, C, False)
+        row = row0 + tl.arange(0, R)[None, :, None]
+        put_first(y + pair.to(tl.int64) * rows + row, total, row < rows)
 
 
 @dataclass(frozen=True)
@@ -258,7 +267,7 @@ class _Rows:
     n_blocks: int
     n: int
     stride: int
-    tile: int
+    rounds: int
 
 
 Source = Activation | torch.Tensor
@@ -275,24 +284,22 @@ def _rows(w: Matrix | Bank, x: Source, count: int) -> _Rows:
             raise ValueError(f"{name} takes contiguous fp32 rows")
         if x.shape[0] < count or x.shape[1] != w.cols:
             raise ValueError(f"{name} [{w.rows}, {w.cols}] with {count} of {tuple(x.shape)} rows")
-        return _Rows(x, x, x, w.rows * w.cols, w.cols, x.stride(0), 32)
+        return _Rows(x, x, x, w.rows * w.cols, w.cols, x.stride(0), 1)
     if not isinstance(x, Activation) or x.width != width:
         raise ValueError(f"{name} takes an activation of class {width}")
     if x.q.shape[0] < count or x.pieces != -(-w.cols // 256):
         raise ValueError(f"{name} [{w.rows}, {w.cols}] with {count} rows of {tuple(x.q.shape)}")
     n = w.cols // width
-    tile = (16 if w.type == GgmlType.Q8_0 else 32) if width == 32 else min(8, triton.next_power_of_2(n))
+    rounds = min(4 if width == 32 else 2, triton.next_power_of_2(-(-n // 8)))
     found = table(w.type, x.q.device)
-    return _Rows(x.q, x.dx, x.sums if found is None else found, w.rows * n, n, x.dx.shape[1], tile)
+    return _Rows(x.q, x.dx, x.sums if found is None else found, w.rows * n, n, x.dx.shape[1], rounds)
 
 
-def _rows_per_program(type_id: int, tokens: int) -> int:
-    """As many as leave the integers in registers; float weights want four, for their rows are lanes."""
+def _shape(type_id: int, tokens: int) -> tuple[int, int]:
+    """Rows and warps of a program. Rows of float weights are lanes."""
     if TYPE_CLASS[type_id] == 0:
-        return 4
-    if PARTS[type_id] == (16, 1):
-        return 1
-    return 2 if tokens > 1 or type_id == GgmlType.IQ4_XS else 4
+        return 1, 1
+    return 2 if tokens > 1 else 4, 1
 
 
 def matvec(w: Matrix, x: Source, y: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -303,13 +310,13 @@ def matvec(w: Matrix, x: Source, y: torch.Tensor, bias: torch.Tensor | None = No
         raise ValueError(f"need contiguous fp32 rows [1..{MAX_TOKENS}, {w.rows}] for the result, got {tuple(y.shape)}")
     if w.data.dtype != torch.uint8 or w.data.numel() < slot_bytes(w.type, w.rows, w.cols):
         raise ValueError(f"{quants.type_name(w.type)} [{w.rows}, {w.cols}] in {w.data.numel()} bytes")
-    rows = _rows_per_program(w.type, tokens)
+    rows, warps = _shape(w.type, tokens)
     matvec_kernel[(triton.cdiv(w.rows, rows),)](
         *(w.data, at.q, at.dx, at.extra, y, y if bias is None else bias),
         *(at.n_blocks, w.rows, at.stride, tokens, y.stride(0), bias is not None),
-        *(w.type, at.n, triton.next_power_of_2(tokens), rows, at.tile),
-        num_warps=1,
-        enable_fp_fusion=False,
+        *(w.type, at.n, triton.next_power_of_2(tokens), rows, at.rounds),
+        num_warps=warps,
+        **options(y),
     )
 
 
@@ -345,14 +352,14 @@ def expert_glu(
     _check_pairs(slots, ids, h, banks)
     tokens, n_used = ids.shape
     g, u = _rows(gate, x[0], tokens), _rows(up, x[1], tokens)
-    rows = min(_rows_per_program(gate.type, 1), _rows_per_program(up.type, 1))
+    rows, warps = min(_shape(gate.type, 1), _shape(up.type, 1))
     glu_kernel[(triton.cdiv(gate.rows, rows), tokens * n_used)](
         *(slots, ids, h, slots.shape[1], gate.rows, n_used),
         *(gate.offset, g.q, g.dx, g.extra, g.n_blocks, g.stride),
         *(up.offset, u.q, u.dx, u.extra, u.n_blocks, u.stride),
-        *(activation, gate.type, g.n, g.tile, up.type, u.n, u.tile, rows),
-        num_warps=1,
-        enable_fp_fusion=False,
+        *(activation, gate.type, g.n, g.rounds, up.type, u.n, u.rounds, rows),
+        num_warps=warps,
+        **options(ids),
     )
 
 
@@ -360,11 +367,11 @@ def expert_down(slots: torch.Tensor, ids: torch.Tensor, bank: Bank, h: Source, y
     """y [pairs, rows] = down h for every routed pair whose slot is there; h has one row a pair."""
     _check_pairs(slots, ids, y, (bank,))
     at = _rows(bank, h, ids.numel())
-    rows = _rows_per_program(bank.type, 1)
+    rows, warps = _shape(bank.type, 1)
     down_kernel[(triton.cdiv(bank.rows, rows), ids.numel())](
         *(slots, ids, y, slots.shape[1], bank.rows, bank.offset),
         *(at.q, at.dx, at.extra, at.n_blocks, at.stride),
-        *(bank.type, at.n, rows, at.tile),
-        num_warps=1,
-        enable_fp_fusion=False,
+        *(bank.type, at.n, rows, at.rounds),
+        num_warps=warps,
+        **options(ids),
     )

@@ -1,8 +1,6 @@
-"""Terms of the types with blocks of 32 values (docs/numerics.md, section 3) for a tile of C times eight blocks:
-fp32 [P0, 1, 8, C, R, T], equal over the parts P0 of a block (Q8_0 has two).
+"""Terms of the types with blocks of 32 values (docs/numerics.md, section 3) for a tile of blocks: fp32 [1, L, R, T, C].
 
-Arguments as in matvec_k, with the axes 8 and C in place of NB: a lane of the law is one of the eight. Sums are of the
-carried integers a, which int32 holds.
+Arguments as in matvec_k; a block has no parts.
 """
 
 from __future__ import annotations
@@ -10,62 +8,46 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from freetoken.kernels.matvec_tiles import byte, half, high_half, low_half, plane, signed_byte, words
+from freetoken.kernels.launch import wait
+from freetoken.kernels.matvec_tiles import four, half, high_half, low_half, plane, plane_dots, words
+from freetoken.kernels.packed import look_up, spread
+from freetoken.kernels.tables import IQ4, MXFP4
 
 __all__ = ["terms_iq4_nl", "terms_mxfp4", "terms_q4_0", "terms_q4_1", "terms_q5_0", "terms_q5_1", "terms_q8_0"]
 
 
 @triton.jit
 def integers_at(q, piece):
-    """Where a block's integers of run 0 start; the block's number counts blocks of 32."""
-    return q + (piece >> 3) * 256 + (piece & 7) * 8
-
-
-@triton.jit
-def four(x):
-    """Places of four words from x [..] on: [.., 4]."""
-    return tl.expand_dims(x, 6) + tl.arange(0, 4)[None, None, None, None, None, None, :]
+    """Where a block's words of the high plane start; `piece` counts blocks of 32."""
+    return four(words(q) + (piece >> 3) * 128 + (piece & 7) * 8)
 
 
 @triton.jit
 def nibble_words(w, first, block):
-    """The four words [1, 1, 8, C, R, 1, 4] of a block's nibbles."""
+    """The four words [1, L, R, 1, C, 4] of a block's nibbles."""
     return tl.load(four(words(w + first * 16) + block * 4))
 
 
 @triton.jit
-def fifth_bits(w, first, block):
-    """Bits 4i and on of a block's fifth bits: [1, 1, 8, C, R, 1, 4]."""
-    i = tl.arange(0, 4)[None, None, None, None, None, None, :]
-    return tl.load(words(w + first * 4) + tl.expand_dims(block, 6) + 0 * i) >> (4 * i)
+def block_sum(low, high, q, piece):
+    """sum n * a: words low and high are the integers of a block's first and second half."""
+    at = integers_at(q, piece)
+    hi, lo = plane_dots(low, at, 0, 0)
+    hi, lo = plane_dots(high, at + 4, hi, lo)
+    return tl.sum(256 * hi + lo, axis=5)
 
 
 @triton.jit
-def nibble_sum(
-    word,
-    fifth,
-    q,
-    piece,
-    BIAS: tl.constexpr,
-    HAS_FIFTH: tl.constexpr,
-    C: tl.constexpr,
-    R: tl.constexpr,
-    T: tl.constexpr,
-):
-    """sum (n - BIAS) * a, n of nibbles and fifth bits: int32 [1, 1, 8, C, R, T]."""
-    at = four(integers_at(q, piece))
-    total = tl.zeros([1, 1, 8, C, R, T, 4], tl.int32)
-    n0 = word & 0x0F0F0F0F
-    n1 = (word >> 4) & 0x0F0F0F0F
-    for b in tl.static_range(4):
-        low = byte(n0, b)
-        high = byte(n1, b)
-        if HAS_FIFTH:
-            low |= ((fifth >> b) & 1) << 4
-            high |= ((fifth >> (16 + b)) & 1) << 4
-        total += (low - BIAS) * tl.load(at + 64 * b)
-        total += (high - BIAS) * tl.load(at + 64 * b + 4)
-    return tl.sum(total, axis=6)
+def with_fifth(word, fifth):
+    """The integers of both halves from nibbles and a block's word of fifth bits."""
+    fifth = tl.expand_dims(fifth, 5) >> (4 * tl.arange(0, 4)[None, None, None, None, None, :])
+    low = (word & 0x0F0F0F0F) | (spread(fifth) << 4)
+    return low, ((word >> 4) & 0x0F0F0F0F) | (spread(fifth >> 16) << 4)
+
+
+@triton.jit
+def term(d, dx, piece, live, total):
+    return (d * tl.load(dx + piece, mask=live, other=0.0)) * total.to(tl.float32)
 
 
 @triton.jit
@@ -78,85 +60,74 @@ def term_with_m(factors, live, dx, sums, piece, total):
 
 
 @triton.jit
-def terms_q8_0(w, first, n_blocks, block, piece, live, q, dx, sums, C: tl.constexpr, R: tl.constexpr, T: tl.constexpr):
+def terms_q8_0(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 32)
-    t = tl.arange(0, 2)[:, None, None, None, None, None]
-    word = tl.load(four(words(w + first * 32) + block * 8 + 4 * t))
-    at = four(integers_at(q, piece) + 4 * t)
-    total = tl.zeros([2, 1, 8, C, R, T, 4], tl.int32)
-    for b in tl.static_range(4):
-        total += signed_byte(word, b) * tl.load(at + 64 * b)
-    d = half(w + p1 + first * 2 + (block + 0 * t) * 2, live)
-    return (d * tl.load(dx + piece + 0 * t, mask=live, other=0.0)) * tl.sum(
-        tl.sum(total, axis=6), axis=0, keep_dims=True
-    ).to(tl.float32)
-
-
-@triton.jit
-def terms_q4_0(w, first, n_blocks, block, piece, live, q, dx, sums, C: tl.constexpr, R: tl.constexpr, T: tl.constexpr):
-    p1 = plane(0, n_blocks, 16)
-    word = nibble_words(w, first, block)
-    total = nibble_sum(word, word, q, piece, 8, False, C, R, T)
+    at = four(words(w + first * 32) + block * 8)
+    low, high = tl.load(at), tl.load(at + 4)
     d = half(w + p1 + first * 2 + block * 2, live)
-    return (d * tl.load(dx + piece, mask=live, other=0.0)) * total.to(tl.float32)
+    wait(WAITS)
+    total = block_sum(low, high, q, piece)
+    return term(d, dx, piece, live, total)
 
 
 @triton.jit
-def terms_q4_1(w, first, n_blocks, block, piece, live, q, dx, sums, C: tl.constexpr, R: tl.constexpr, T: tl.constexpr):
+def terms_q4_0(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 16)
     word = nibble_words(w, first, block)
-    total = nibble_sum(word, word, q, piece, 0, False, C, R, T)
+    d = half(w + p1 + first * 2 + block * 2, live)
+    wait(WAITS)
+    total = block_sum(word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F, q, piece) - 8 * tl.load(sums + piece)
+    return term(d, dx, piece, live, total)
+
+
+@triton.jit
+def terms_q4_1(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
+    p1 = plane(0, n_blocks, 16)
+    word = nibble_words(w, first, block)
+    wait(WAITS)
+    total = block_sum(word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F, q, piece)
     return term_with_m(words(w + p1 + first * 4) + block, live, dx, sums, piece, total)
 
 
 @triton.jit
-def terms_q5_0(w, first, n_blocks, block, piece, live, q, dx, sums, C: tl.constexpr, R: tl.constexpr, T: tl.constexpr):
+def terms_q5_0(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 16)
     p2 = plane(p1, n_blocks, 4)
-    total = nibble_sum(nibble_words(w, first, block), fifth_bits(w + p1, first, block), q, piece, 16, True, C, R, T)
+    low, high = with_fifth(nibble_words(w, first, block), tl.load(words(w + p1 + first * 4) + block))
     d = half(w + p2 + first * 2 + block * 2, live)
-    return (d * tl.load(dx + piece, mask=live, other=0.0)) * total.to(tl.float32)
+    wait(WAITS)
+    total = block_sum(low, high, q, piece) - 16 * tl.load(sums + piece)
+    return term(d, dx, piece, live, total)
 
 
 @triton.jit
-def terms_q5_1(w, first, n_blocks, block, piece, live, q, dx, sums, C: tl.constexpr, R: tl.constexpr, T: tl.constexpr):
+def terms_q5_1(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 16)
     p2 = plane(p1, n_blocks, 4)
-    total = nibble_sum(nibble_words(w, first, block), fifth_bits(w + p1, first, block), q, piece, 0, True, C, R, T)
+    low, high = with_fifth(nibble_words(w, first, block), tl.load(words(w + p1 + first * 4) + block))
+    wait(WAITS)
+    total = block_sum(low, high, q, piece)
     return term_with_m(words(w + p2 + first * 4) + block, live, dx, sums, piece, total)
 
 
 @triton.jit
-def terms_mxfp4(w, first, n_blocks, block, piece, live, q, dx, sums, C: tl.constexpr, R: tl.constexpr, T: tl.constexpr):
-    """The eight magnitudes stand in the nibbles of one constant; bit 3 is the sign."""
+def terms_mxfp4(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 16)
     word = nibble_words(w, first, block)
-    at = four(integers_at(q, piece))
-    magnitudes = tl.full([1], -0x379BCDF0, tl.int32)  # 0xC8643210
-    total = tl.zeros([1, 1, 8, C, R, T, 4], tl.int32)
-    for b in tl.static_range(4):
-        for side in tl.static_range(2):
-            nibble = word >> (8 * b + 4 * side)
-            magnitude = (magnitudes >> ((nibble & 7) << 2)) & 15
-            sign = (nibble << 28) >> 31
-            total += ((magnitude ^ sign) - sign) * tl.load(at + 64 * b + 4 * side)
     e = tl.load(w + p1 + first + block).to(tl.int32)
+    wait(WAITS)
+    low, high = look_up(word, MXFP4[0], MXFP4[1], MXFP4[2], MXFP4[3])
+    total = block_sum(low, high, q, piece)
     bits = tl.where(e < 2, 0x00200000 << e, (e - 1) << 23)  # 2^(e - 128); subnormal below e = 2
-    d = tl.where(live, bits, 0).to(tl.float32, bitcast=True)
-    return (d * tl.load(dx + piece, mask=live, other=0.0)) * tl.sum(total, axis=6).to(tl.float32)
+    return term(tl.where(live, bits, 0).to(tl.float32, bitcast=True), dx, piece, live, total)
 
 
 @triton.jit
-def terms_iq4_nl(
-    w, first, n_blocks, block, piece, live, q, dx, table, C: tl.constexpr, R: tl.constexpr, T: tl.constexpr
-):
+def terms_iq4_nl(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 16)
     word = nibble_words(w, first, block)
-    at = four(integers_at(q, piece))
-    total = tl.zeros([1, 1, 8, C, R, T, 4], tl.int32)
-    for b in tl.static_range(4):
-        for side in tl.static_range(2):
-            n = tl.load(table + ((word >> (8 * b + 4 * side)) & 15))
-            total += n * tl.load(at + 64 * b + 4 * side)
     d = half(w + p1 + first * 2 + block * 2, live)
-    return (d * tl.load(dx + piece, mask=live, other=0.0)) * tl.sum(total, axis=6).to(tl.float32)
+    wait(WAITS)
+    low, high = look_up(word, IQ4[0], IQ4[1], IQ4[2], IQ4[3])
+    total = block_sum(low, high, q, piece)
+    return term(d, dx, piece, live, total)

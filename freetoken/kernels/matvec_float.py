@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from freetoken.kernels.launch import wait
+
 __all__ = ["float_products"]
 
 
@@ -22,6 +24,7 @@ def float_products(
     IS_HALF: tl.constexpr,
     T: tl.constexpr,
     R: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
     """Products [R, T] of rows from row0 on with unquantised rows of x; 2 bytes are fp16 (IS_HALF) or bf16.
 
@@ -32,7 +35,8 @@ def float_products(
     at = row.to(tl.int64) * COLS
     x_at = x + token * stride + 0 * tl.arange(0, R)[:, None, None]
     lanes = tl.zeros([R, T, 32], tl.float32)
-    for start in tl.range(0, COLS, 32, loop_unroll_factor=4):
+    wait(WAITS)
+    for start in tl.range(0, COLS, 32, loop_unroll_factor=16):
         i = start + tl.arange(0, 32)[None, None, :]
         if BYTES == 4:
             weight = tl.load(w.to(tl.pointer_type(tl.float32)) + at + i, mask=i < COLS, other=0.0)

@@ -1,7 +1,8 @@
-"""Terms of the IQ2 and IQ3 types (docs/numerics.md, section 3) for a tile of blocks: fp32 [16, 1, NB, R, T].
+"""Terms of the IQ2 and IQ3 types (docs/numerics.md, section 3) for a tile of blocks: fp32 [4, L, R, T, C].
 
-Arguments as in matvec_k; `table` holds the type's code words, four magnitudes a word (tables.py). Tiles have the axes
-j, a sub-block of 16 values, and i, its four runs of four values.
+Arguments as in matvec_k; `table` holds the type's code words, four magnitudes a word (tables.py). A part takes two
+groups of 32 values, each in halves: the last axis has a half's four runs of four values (a longer one would not stay
+within a thread).
 """
 
 from __future__ import annotations
@@ -9,22 +10,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from freetoken.kernels.matvec_tiles import byte, half, join_planes, plane, planes_of, words
+from freetoken.kernels.launch import wait
+from freetoken.kernels.matvec_tiles import all_parts, half, join_planes, part, plane, plane_dots, words
+from freetoken.kernels.packed import negated
 
 __all__ = ["terms_iq2_s", "terms_iq2_xs", "terms_iq2_xxs", "terms_iq3_s", "terms_iq3_xxs"]
 
 
 @triton.jit
 def runs():
-    """Numbers [16, 1, 1, 1, 1, 4] of a block's runs of four values."""
-    j = tl.arange(0, 16)[:, None, None, None, None, None]
-    return 4 * j + tl.arange(0, 4)[None, None, None, None, None, :]
+    """Numbers of a half's runs along the last axis."""
+    return tl.arange(0, 4)[None, None, None, None, None, :]
 
 
 @triton.jit
-def spread(block):
-    """A tile [1, 1, NB, R, T] for each sub-block: [16, 1, NB, R, T]."""
-    return block + 0 * tl.arange(0, 16)[:, None, None, None, None]
+def wide(x):
+    return tl.expand_dims(x, 5)
 
 
 @triton.jit
@@ -37,107 +38,131 @@ def eight_signs(seven):
 
 
 @triton.jit
-def nibble(word, odd):
-    """The upper four of eight bits where `odd`, else the lower."""
-    return (word >> (4 * odd)) & 15
-
-
-@triton.jit
-def grid_term(word, signs, s, d, live, q, dx, piece, c, NB: tl.constexpr, R: tl.constexpr, T: tl.constexpr):
-    """Magnitudes in the bytes of `word`, signs in four bits, scales s like it, of 4 bits, and the factor d."""
-    at = q + tl.expand_dims(piece * 256, 5) + c
-    packed = tl.zeros([16, 1, NB, R, T, 4], tl.int32)
-    for b in tl.static_range(4):
-        sign = (signs << (31 - b)) >> 31
-        magnitude = byte(word, b)
-        packed += ((magnitude ^ sign) - sign) * tl.load(at + 64 * b)
-    hi, lo = planes_of(packed)
+def run_sums(word, signs, q, piece, first_run, r, s):
+    """Planes' sums of the runs r from `first_run` on, times the scale of s: magnitudes in the bytes of `word`, signs in
+    its four bits."""
+    at = wide(words(q) + piece * 128 + first_run) + r
+    hi, lo = plane_dots(negated(word, signs), at, 0, 0)
     scale = 2 * s + 1
-    hi = tl.sum(tl.sum(scale * hi, axis=5), axis=0, keep_dims=True)
-    lo = tl.sum(tl.sum(scale * lo, axis=5), axis=0, keep_dims=True)
-    return (d * tl.load(dx + spread(piece), mask=live, other=0.0)) * join_planes(hi, lo)
+    return scale * tl.sum(hi, axis=5), scale * tl.sum(lo, axis=5)
 
 
 @triton.jit
-def terms_iq2_xxs(
-    w, first, n_blocks, block, piece, live, q, dx, table, NB: tl.constexpr, R: tl.constexpr, T: tl.constexpr
-):
+def term(d, live, dx, piece, hi, lo):
+    scale = tl.load(dx + piece + 0 * part(4), mask=live, other=0.0)
+    return (d * scale) * join_planes(all_parts(hi), all_parts(lo))
+
+
+@triton.jit
+def terms_iq2_xxs(w, first, n_blocks, block, piece, live, q, dx, table, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 64)
-    c = runs()
-    wide = tl.expand_dims(block, 5)
-    start = w + first * 64
-    code = tl.load(start + wide * 64 + 8 * (c >> 3) + ((c >> 1) & 3)).to(tl.int32)
-    tail = tl.load(words(start) + wide * 16 + 2 * (c >> 3) + 1)
-    signs = nibble(eight_signs((tail >> (7 * ((c >> 1) & 3))) & 127), c & 1)
-    word = tl.load(table + 2 * code + (c & 1))
-    d = half(w + p1 + first * 2 + spread(block) * 2, live) * 0.125
-    return grid_term(word, signs, (tail >> 28) & 15, d, live, q, dx, piece, c, NB, R, T)
+    wait(WAITS)
+    r = runs()
+    hi, lo = 0, 0
+    for i in tl.static_range(2):
+        group = 2 * part(4) + i
+        start = words(w + first * 64) + block * 16 + 2 * group
+        codes = tl.load(start)
+        tail = tl.load(start + 1)
+        for h in tl.static_range(2):
+            word = tl.load(table + 2 * ((wide(codes) >> (16 * h + 8 * (r >> 1))) & 255) + (r & 1))
+            signs = eight_signs((wide(tail) >> (14 * h + 7 * (r >> 1))) & 127) >> (4 * (r & 1))
+            part_hi, part_lo = run_sums(word, signs, q, piece, 8 * group + 4 * h, r, (tail >> 28) & 15)
+            hi += part_hi
+            lo += part_lo
+    d = half(w + p1 + first * 2 + (block + 0 * part(4)) * 2, live) * 0.125
+    return term(d, live, dx, piece, hi, lo)
 
 
 @triton.jit
-def terms_iq2_xs(
-    w, first, n_blocks, block, piece, live, q, dx, table, NB: tl.constexpr, R: tl.constexpr, T: tl.constexpr
-):
+def terms_iq2_xs(w, first, n_blocks, block, piece, live, q, dx, table, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 64)
     p2 = plane(p1, n_blocks, 8)
-    c = runs()
-    wide = tl.expand_dims(block, 5)
-    short = tl.load((w + first * 64).to(tl.pointer_type(tl.int16)) + wide * 32 + (c >> 1)).to(tl.int32)
-    signs = nibble(eight_signs((short >> 9) & 127), c & 1)
-    word = tl.load(table + 2 * (short & 511) + (c & 1))
-    s = nibble(tl.load(w + p1 + first * 8 + wide * 8 + (c >> 3)).to(tl.int32), (c >> 2) & 1)
-    d = half(w + p2 + first * 2 + spread(block) * 2, live) * 0.125
-    return grid_term(word, signs, s, d, live, q, dx, piece, c, NB, R, T)
+    wait(WAITS)
+    r = runs()
+    hi, lo = 0, 0
+    for i in tl.static_range(2):
+        group = 2 * part(4) + i
+        s = tl.load(w + p1 + first * 8 + block * 8 + group).to(tl.int32)
+        for h in tl.static_range(2):
+            short = wide(tl.load(words(w + first * 64) + block * 16 + 2 * group + h)) >> (16 * (r >> 1))
+            word = tl.load(table + 2 * (short & 511) + (r & 1))
+            signs = eight_signs((short >> 9) & 127) >> (4 * (r & 1))
+            part_hi, part_lo = run_sums(word, signs, q, piece, 8 * group + 4 * h, r, (s >> (4 * h)) & 15)
+            hi += part_hi
+            lo += part_lo
+    d = half(w + p2 + first * 2 + (block + 0 * part(4)) * 2, live) * 0.125
+    return term(d, live, dx, piece, hi, lo)
 
 
 @triton.jit
-def terms_iq2_s(
-    w, first, n_blocks, block, piece, live, q, dx, table, NB: tl.constexpr, R: tl.constexpr, T: tl.constexpr
-):
+def terms_iq2_s(w, first, n_blocks, block, piece, live, q, dx, table, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 32)
     p2 = plane(p1, n_blocks, 32)
     p3 = plane(p2, n_blocks, 8)
     p4 = plane(p3, n_blocks, 8)
-    c = runs()
-    wide = tl.expand_dims(block, 5)
-    code = tl.load(w + first * 32 + wide * 32 + (c >> 1)).to(tl.int32)
-    high = tl.load(w + p2 + first * 8 + wide * 8 + (c >> 3)).to(tl.int32) >> (2 * ((c >> 1) & 3))
-    word = tl.load(table + 2 * (code | ((high & 3) << 8)) + (c & 1))
-    signs = nibble(tl.load(w + p1 + first * 32 + wide * 32 + (c >> 1)).to(tl.int32), c & 1)
-    s = nibble(tl.load(w + p3 + first * 8 + wide * 8 + (c >> 3)).to(tl.int32), (c >> 2) & 1)
-    d = half(w + p4 + first * 2 + spread(block) * 2, live) * 0.125
-    return grid_term(word, signs, s, d, live, q, dx, piece, c, NB, R, T)
+    wait(WAITS)
+    r = runs()
+    hi, lo = 0, 0
+    for i in tl.static_range(2):
+        group = 2 * part(4) + i
+        codes = wide(tl.load(words(w + first * 32) + block * 8 + group))
+        signs = wide(tl.load(words(w + p1 + first * 32) + block * 8 + group))
+        high = wide(tl.load(w + p2 + first * 8 + block * 8 + group).to(tl.int32))
+        s = tl.load(w + p3 + first * 8 + block * 8 + group).to(tl.int32)
+        for h in tl.static_range(2):
+            code = ((codes >> (16 * h + 8 * (r >> 1))) & 255) | (((high >> (4 * h + 2 * (r >> 1))) & 3) << 8)
+            word = tl.load(table + 2 * code + (r & 1))
+            part_hi, part_lo = run_sums(
+                word, signs >> (16 * h + 4 * r), q, piece, 8 * group + 4 * h, r, (s >> (4 * h)) & 15
+            )
+            hi += part_hi
+            lo += part_lo
+    d = half(w + p4 + first * 2 + (block + 0 * part(4)) * 2, live) * 0.125
+    return term(d, live, dx, piece, hi, lo)
 
 
 @triton.jit
-def terms_iq3_xxs(
-    w, first, n_blocks, block, piece, live, q, dx, table, NB: tl.constexpr, R: tl.constexpr, T: tl.constexpr
-):
+def terms_iq3_xxs(w, first, n_blocks, block, piece, live, q, dx, table, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 64)
     p2 = plane(p1, n_blocks, 32)
-    c = runs()
-    wide = tl.expand_dims(block, 5)
-    word = tl.load(table + tl.load(w + first * 64 + wide * 64 + c).to(tl.int32))
-    tail = tl.load(words(w + p1 + first * 32) + wide * 8 + (c >> 3))
-    signs = nibble(eight_signs((tail >> (7 * ((c >> 1) & 3))) & 127), c & 1)
-    d = half(w + p2 + first * 2 + spread(block) * 2, live) * 0.25
-    return grid_term(word, signs, (tail >> 28) & 15, d, live, q, dx, piece, c, NB, R, T)
+    wait(WAITS)
+    r = runs()
+    hi, lo = 0, 0
+    for i in tl.static_range(2):
+        group = 2 * part(4) + i
+        start = words(w + first * 64) + block * 16 + 2 * group
+        tail = tl.load(words(w + p1 + first * 32) + block * 8 + group)
+        for h in tl.static_range(2):
+            word = tl.load(table + ((wide(tl.load(start + h)) >> (8 * r)) & 255))
+            signs = eight_signs((wide(tail) >> (14 * h + 7 * (r >> 1))) & 127) >> (4 * (r & 1))
+            part_hi, part_lo = run_sums(word, signs, q, piece, 8 * group + 4 * h, r, (tail >> 28) & 15)
+            hi += part_hi
+            lo += part_lo
+    d = half(w + p2 + first * 2 + (block + 0 * part(4)) * 2, live) * 0.25
+    return term(d, live, dx, piece, hi, lo)
 
 
 @triton.jit
-def terms_iq3_s(
-    w, first, n_blocks, block, piece, live, q, dx, table, NB: tl.constexpr, R: tl.constexpr, T: tl.constexpr
-):
+def terms_iq3_s(w, first, n_blocks, block, piece, live, q, dx, table, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 64)
     p2 = plane(p1, n_blocks, 32)
     p3 = plane(p2, n_blocks, 8)
     p4 = plane(p3, n_blocks, 4)
-    c = runs()
-    wide = tl.expand_dims(block, 5)
-    code = tl.load(w + first * 64 + wide * 64 + c).to(tl.int32)
-    high = tl.load(w + p2 + first * 8 + wide * 8 + (c >> 3)).to(tl.int32) >> (c & 7)
-    word = tl.load(table + (code | ((high & 1) << 8)))
-    signs = nibble(tl.load(w + p1 + first * 32 + wide * 32 + (c >> 1)).to(tl.int32), c & 1)
-    s = nibble(tl.load(w + p3 + first * 4 + wide * 4 + (c >> 4)).to(tl.int32), (c >> 3) & 1)
-    d = half(w + p4 + first * 2 + spread(block) * 2, live)
-    return grid_term(word, signs, s, d, live, q, dx, piece, c, NB, R, T)
+    wait(WAITS)
+    r = runs()
+    s = tl.load(w + p3 + first * 4 + block * 4 + part(4)).to(tl.int32)
+    hi, lo = 0, 0
+    for i in tl.static_range(2):
+        group = 2 * part(4) + i
+        start = words(w + first * 64) + block * 16 + 2 * group
+        high = wide(tl.load(w + p2 + first * 8 + block * 8 + group).to(tl.int32)) >> r
+        signs = wide(tl.load(words(w + p1 + first * 32) + block * 8 + group)) >> (4 * r)
+        for h in tl.static_range(2):
+            code = (wide(tl.load(start + h)) >> (8 * r)) & 255
+            word = tl.load(table + (code | (((high >> (4 * h)) & 1) << 8)))
+            part_hi, part_lo = run_sums(word, signs >> (16 * h), q, piece, 8 * group + 4 * h, r, (s >> (4 * i)) & 15)
+            hi += part_hi
+            lo += part_lo
+    d = half(w + p4 + first * 2 + (block + 0 * part(4)) * 2, live)
+    return term(d, live, dx, piece, hi, lo)

@@ -1,10 +1,8 @@
-"""Terms of Q2_K to Q6_K and IQ4_XS (docs/numerics.md, section 3) for a tile of blocks: fp32 [P0, P1, NB, R, T].
+"""Terms of Q2_K to Q6_K and IQ4_XS (docs/numerics.md, section 3) for a tile of blocks: fp32 [P, L, R, T, C].
 
-A term is there once for each of the parts P0 times P1 of its block. Every function takes the matrix's bytes `w`, the
-number `first` of the program's first block, the matrix's `n_blocks`, the tile's `block` [1, 1, NB, R, 1], `piece`
-[1, 1, NB, 1, T] and `live` [1, 1, NB, 1, 1], and the activation. A part is the 16 bytes that hold 16 consecutive values
-(or 16 of each field), so that one sub-block's sums stay packed in one int32 as long as the low plane's sum fits 16
-bits: 16 values of up to 15, 8 of up to 32.
+A term is there once for each of the P parts of its block. Every function takes the matrix's bytes `w`, the number
+`first` of the program's first block, the matrix's `n_blocks`, the tile's `block` [1, L, R, 1, C], `piece` [1, L, 1, T,
+C] and `live` [1, L, 1, 1, C], and the activation. A part takes its bytes 16 at a time.
 """
 
 from __future__ import annotations
@@ -12,218 +10,206 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from freetoken.kernels.matvec_tiles import byte, half, high_half, inside, join_planes, low_half, plane, planes_of, words
+from freetoken.kernels.launch import wait
+from freetoken.kernels.matvec_tiles import (
+    all_parts,
+    element,
+    four,
+    half,
+    high_half,
+    join_planes,
+    low_half,
+    part,
+    plane,
+    plane_dots,
+    words,
+)
+from freetoken.kernels.packed import look_up, minus
+from freetoken.kernels.tables import IQ4
 
 __all__ = ["terms_iq4_xs", "terms_q2_k", "terms_q3_k", "terms_q4_k", "terms_q5_k", "terms_q6_k"]
 
 
 @triton.jit
-def part(N: tl.constexpr, AXIS: tl.constexpr):
-    """Numbers of a block's parts along axis 0 or 1 of a tile [2, G, NB, R, T]."""
-    n = tl.arange(0, N)
-    return n[:, None, None, None, None] if AXIS == 0 else n[None, :, None, None, None]
+def signed_byte(word, B: tl.constexpr):
+    return (word << (24 - 8 * B)) >> 24
 
 
 @triton.jit
-def four(x):
-    """Places of the four words of a thread's part that starts at x [..]: [.., 4]."""
-    return tl.expand_dims(x, 5) + tl.arange(0, 4)[None, None, None, None, None, :]
+def byte(word, B: tl.constexpr):
+    return (word >> (8 * B)) & 255
 
 
 @triton.jit
-def pair_planes(packed, NB: tl.constexpr, R: tl.constexpr, T: tl.constexpr):
-    """Both planes' sums over a part's four words [2, 4, NB, R, T, 4], where only two words may stay packed."""
-    hi, lo = planes_of(tl.sum(tl.reshape(packed, [2, 4, NB, R, T, 2, 2]), axis=6))
-    return tl.sum(hi, axis=5), tl.sum(lo, axis=5)
+def sum_words(x):
+    return tl.sum(x, axis=5)
 
 
 @triton.jit
-def all_parts(x):
-    """The sum over the parts, [1, 1, ..]."""
-    return tl.sum(tl.sum(x, axis=0, keep_dims=True), axis=1, keep_dims=True)
-
-
-@triton.jit
-def scales_k4(head):
-    """Scales, then minimums, of sub-blocks 2g and 2g + 1 of Q4_K and Q5_K: each like `head`, pointers [2, 4, ..]."""
-    g = part(4, 1)
-    a = tl.load(head + 1)
-    b = tl.load(head + 2)
-    c = tl.load(head + 3)
+def term_k4(head, g, live, low_hi, low_lo, high_hi, high_lo, dx, sums, piece):
+    """Terms of Q4_K and Q5_K from the sums of sub-blocks 2g and 2g + 1, and the four words of the block's head."""
+    factors = tl.where(live, element(head, 0), 0)
+    a = element(head, 1)
+    b = element(head, 2)
+    c = element(head, 3)
     shift = 16 * (g & 1)
     sc = tl.where(g < 2, a & 0x3F3F3F3F, (c & 0x0F0F0F0F) | ((a >> 2) & 0x30303030)) >> shift
     mn = tl.where(g < 2, b & 0x3F3F3F3F, ((c >> 4) & 0x0F0F0F0F) | ((b >> 2) & 0x30303030)) >> shift
-    return sc & 255, (sc >> 8) & 255, mn & 255, (mn >> 8) & 255
+    sixteen = tl.load(four(sums + piece * 16 + 4 * g))
+    m = (mn & 255) * (element(sixteen, 0) + element(sixteen, 1))
+    m = all_parts(m + ((mn >> 8) & 255) * (element(sixteen, 2) + element(sixteen, 3)))
+    hi = all_parts((sc & 255) * sum_words(low_hi) + ((sc >> 8) & 255) * sum_words(high_hi))
+    lo = all_parts((sc & 255) * sum_words(low_lo) + ((sc >> 8) & 255) * sum_words(high_lo))
+    return term_with_minimum(factors, tl.load(dx + piece + 0 * g, mask=live, other=0.0), hi, lo, m)
 
 
 @triton.jit
-def term_with_minimum(factors, live, dx, piece, hi, lo, m):
-    """(d*dx)*F - (dmin*dx)*f(M), the factors d and dmin in one word; pointers have the parts' axes."""
-    pair = tl.load(factors, mask=live, other=0)
-    scale = tl.load(dx + piece, mask=live, other=0.0)
-    return (low_half(pair) * scale) * join_planes(hi, lo) - (high_half(pair) * scale) * m.to(tl.float32)
+def term_with_minimum(factors, scale, hi, lo, m):
+    """(d*dx)*F - (dmin*dx)*f(M), the factors d and dmin in one word."""
+    return (low_half(factors) * scale) * join_planes(hi, lo) - (high_half(factors) * scale) * m.to(tl.float32)
 
 
 @triton.jit
-def sums_k4(head, low_hi, low_lo, high_hi, high_lo, sums, piece):
-    """S_hi, S_lo and M of Q4_K and Q5_K from the sums of each part."""
-    t = part(2, 0)
-    g = part(4, 1)
-    sc0, sc1, mn0, mn1 = scales_k4(head + 0 * (t + g))
-    sixteen = sums + piece * 16 + inside(4 * g + t, 16)
-    m = mn0 * tl.load(sixteen) + mn1 * tl.load(sixteen + 2)
-    return all_parts(sc0 * low_hi + sc1 * high_hi), all_parts(sc0 * low_lo + sc1 * high_lo), all_parts(m)
+def terms_q4_k(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
+    g = part(4)
+    start = words(w + first * 144) + block * 36 + 0 * g
+    at = four(words(q) + piece * 128 + 16 * g)
+    word0 = tl.load(four(start + 4 + 8 * g))
+    word1 = tl.load(four(start + 8 + 8 * g))
+    head = tl.load(four(start))
+    wait(WAITS)
+    low_hi, low_lo, high_hi, high_lo = 0, 0, 0, 0
+    for t in tl.static_range(2):
+        word = word0 if t == 0 else word1
+        low_hi, low_lo = plane_dots(word & 0x0F0F0F0F, at + 4 * t, low_hi, low_lo)
+        high_hi, high_lo = plane_dots((word >> 4) & 0x0F0F0F0F, at + 8 + 4 * t, high_hi, high_lo)
+    return term_k4(head, g, live, low_hi, low_lo, high_hi, high_lo, dx, sums, piece)
 
 
 @triton.jit
-def terms_q4_k(w, first, n_blocks, block, piece, live, q, dx, sums, NB: tl.constexpr, R: tl.constexpr, T: tl.constexpr):
-    t = part(2, 0)
-    g = part(4, 1)
-    head = words(w + first * 144) + block * 36
-    word = tl.load(four(head + 4 + 8 * g + 4 * t))
-    at = four(q + piece * 256 + 16 * g + 4 * t)
-    low = tl.zeros([2, 4, NB, R, T, 4], tl.int32)
-    high = low
-    n0 = word & 0x0F0F0F0F
-    n1 = (word >> 4) & 0x0F0F0F0F
-    for b in tl.static_range(4):
-        low += byte(n0, b) * tl.load(at + 64 * b)
-        high += byte(n1, b) * tl.load(at + 64 * b + 8)
-    low_hi, low_lo = planes_of(tl.sum(low, axis=5))
-    high_hi, high_lo = planes_of(tl.sum(high, axis=5))
-    hi, lo, m = sums_k4(head, low_hi, low_lo, high_hi, high_lo, sums, piece)
-    return term_with_minimum(head + 0 * (t + g), live, dx, piece + 0 * (t + g), hi, lo, m)
+def terms_q5_k(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
+    g = part(4)
+    start = words(w + first * 176) + block * 44 + 0 * g
+    at = four(words(q) + piece * 128 + 16 * g)
+    word0 = tl.load(four(start + 12 + 8 * g))
+    word1 = tl.load(four(start + 16 + 8 * g))
+    fifth0 = tl.load(four(start + 4))
+    fifth1 = tl.load(four(start + 8))
+    head = tl.load(four(start))
+    wait(WAITS)
+    low_hi, low_lo, high_hi, high_lo = 0, 0, 0, 0
+    for t in tl.static_range(2):
+        word = word0 if t == 0 else word1
+        fifth = (fifth0 if t == 0 else fifth1) >> tl.expand_dims(2 * g, 5)
+        low = (word & 0x0F0F0F0F) | ((fifth << 4) & 0x10101010)
+        high = ((word >> 4) & 0x0F0F0F0F) | ((fifth << 3) & 0x10101010)
+        low_hi, low_lo = plane_dots(low, at + 4 * t, low_hi, low_lo)
+        high_hi, high_lo = plane_dots(high, at + 8 + 4 * t, high_hi, high_lo)
+    return term_k4(head, g, live, low_hi, low_lo, high_hi, high_lo, dx, sums, piece)
 
 
 @triton.jit
-def terms_q5_k(w, first, n_blocks, block, piece, live, q, dx, sums, NB: tl.constexpr, R: tl.constexpr, T: tl.constexpr):
-    t = part(2, 0)
-    g = part(4, 1)
-    head = words(w + first * 176) + block * 44
-    word = tl.load(four(head + 12 + 8 * g + 4 * t))
-    fifth = tl.load(four(head + 4 + 4 * t + 0 * g)) >> tl.expand_dims(2 * g, 5)
-    at = four(q + piece * 256 + 16 * g + 4 * t)
-    low = tl.zeros([2, 4, NB, R, T, 4], tl.int32)
-    high = low
-    n0 = (word & 0x0F0F0F0F) | ((fifth << 4) & 0x10101010)
-    n1 = ((word >> 4) & 0x0F0F0F0F) | ((fifth << 3) & 0x10101010)
-    for b in tl.static_range(4):
-        low += byte(n0, b) * tl.load(at + 64 * b)
-        high += byte(n1, b) * tl.load(at + 64 * b + 8)
-    low_hi, low_lo = pair_planes(low, NB, R, T)
-    high_hi, high_lo = pair_planes(high, NB, R, T)
-    hi, lo, m = sums_k4(head, low_hi, low_lo, high_hi, high_lo, sums, piece)
-    return term_with_minimum(head + 0 * (t + g), live, dx, piece + 0 * (t + g), hi, lo, m)
-
-
-@triton.jit
-def terms_q6_k(w, first, n_blocks, block, piece, live, q, dx, sums, NB: tl.constexpr, R: tl.constexpr, T: tl.constexpr):
+def terms_q6_k(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 128)
     p2 = plane(p1, n_blocks, 64)
     p3 = plane(p2, n_blocks, 16)
-    t = part(2, 0)
-    g = part(4, 1)
-    word = tl.load(four(words(w + first * 128) + block * 32 + 8 * g + 4 * t))
-    pairs = tl.load(four(words(w + p1 + first * 64) + block * 16 + 8 * (g >> 1) + 4 * t))
-    pairs = pairs >> tl.expand_dims(2 * (g & 1), 5)
-    at = four(q + piece * 256 + 32 * (g >> 1) + 8 * (g & 1) + 4 * t)
-    low = tl.zeros([2, 4, NB, R, T, 4], tl.int32)
-    high = low
-    n0 = (word & 0x0F0F0F0F) | ((pairs << 4) & 0x30303030)
-    n1 = ((word >> 4) & 0x0F0F0F0F) | (pairs & 0x30303030)
-    for b in tl.static_range(4):
-        low += (byte(n0, b) - 32) * tl.load(at + 64 * b)
-        high += (byte(n1, b) - 32) * tl.load(at + 64 * b + 16)
-    low_hi, low_lo = pair_planes(low, NB, R, T)
-    high_hi, high_lo = pair_planes(high, NB, R, T)
-    scales = (w + p2 + first * 16).to(tl.pointer_type(tl.int8)) + block * 16
-    scales += inside(8 * (g >> 1) + 2 * (g & 1) + t, 16)
+    g = part(4)
+    at = four(words(q) + piece * 128 + 32 * (g >> 1) + 8 * (g & 1))
+    scales = (w + p2 + first * 16).to(tl.pointer_type(tl.int16)) + block * 8 + 4 * (g >> 1) + (g & 1)
     sc0 = tl.load(scales).to(tl.int32)
-    sc1 = tl.load(scales + 4).to(tl.int32)
-    d = half(w + p3 + first * 2 + (block + 0 * (t + g)) * 2, live)
-    piece += 0 * (t + g)
-    hi = all_parts(sc0 * low_hi + sc1 * high_hi)
-    lo = all_parts(sc0 * low_lo + sc1 * high_lo)
-    return (d * tl.load(dx + piece, mask=live, other=0.0)) * join_planes(hi, lo)
+    sc1 = tl.load(scales + 2).to(tl.int32)
+    at_words = four(words(w + first * 128) + block * 32 + 8 * g)
+    at_pairs = four(words(w + p1 + first * 64) + block * 16 + 8 * (g >> 1))
+    word0 = tl.load(at_words)
+    word1 = tl.load(at_words + 4)
+    pairs0 = tl.load(at_pairs)
+    pairs1 = tl.load(at_pairs + 4)
+    d = half(w + p3 + first * 2 + (block + 0 * g) * 2, live)
+    wait(WAITS)
+    hi, lo = 0, 0
+    for t in tl.static_range(2):
+        word = word0 if t == 0 else word1
+        pairs = (pairs0 if t == 0 else pairs1) >> tl.expand_dims(2 * (g & 1), 5)
+        low = minus((word & 0x0F0F0F0F) | ((pairs << 4) & 0x30303030), 32)
+        high = minus(((word >> 4) & 0x0F0F0F0F) | (pairs & 0x30303030), 32)
+        low_hi, low_lo = plane_dots(low, at + 4 * t, 0, 0)
+        high_hi, high_lo = plane_dots(high, at + 16 + 4 * t, 0, 0)
+        hi += signed_byte(sc0, t) * sum_words(low_hi) + signed_byte(sc1, t) * sum_words(high_hi)
+        lo += signed_byte(sc0, t) * sum_words(low_lo) + signed_byte(sc1, t) * sum_words(high_lo)
+    scale = tl.load(dx + piece + 0 * g, mask=live, other=0.0)
+    return (d * scale) * join_planes(all_parts(hi), all_parts(lo))
 
 
 @triton.jit
-def terms_q2_k(w, first, n_blocks, block, piece, live, q, dx, sums, NB: tl.constexpr, R: tl.constexpr, T: tl.constexpr):
+def terms_q2_k(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 64)
     p2 = plane(p1, n_blocks, 16)
-    t = part(2, 0)
-    h = part(2, 1)
-    word = tl.load(four(words(w + first * 64) + block * 16 + 8 * h + 4 * t))
-    at = four(q + piece * 256 + 32 * h + 4 * t)
-    scales = w + p1 + first * 16 + block * 16 + inside(8 * h + t, 16)
-    sixteen = sums + piece * 16 + inside(8 * h + t, 16)
-    hi = tl.zeros([2, 2, NB, R, T], tl.int32)
-    lo = hi
-    m = hi
-    for s in tl.static_range(4):
-        packed = tl.zeros([2, 2, NB, R, T, 4], tl.int32)
-        n = (word >> (2 * s)) & 0x03030303
-        for b in tl.static_range(4):
-            packed += byte(n, b) * tl.load(at + 64 * b + 8 * s)
-        part_hi, part_lo = planes_of(tl.sum(packed, axis=5))
-        scale = tl.load(scales + 2 * s).to(tl.int32)
-        hi += (scale & 15) * part_hi
-        lo += (scale & 15) * part_lo
-        m += (scale >> 4) * tl.load(sixteen + 2 * s)
-    factors = words(w + p2 + first * 4) + block + 0 * (t + h)
-    piece += 0 * (t + h)
-    return term_with_minimum(factors, live, dx, piece, all_parts(hi), all_parts(lo), all_parts(m))
+    h = part(2)
+    at = four(words(q) + piece * 128 + 32 * h)
+    scales = words(w + p1 + first * 16) + block * 4 + 2 * h
+    wait(WAITS)
+    hi, lo, m = 0, 0, 0
+    for t in tl.static_range(2):
+        word = tl.load(four(words(w + first * 64) + block * 16 + 8 * h + 4 * t))
+        for s in tl.static_range(4):
+            dot_hi, dot_lo = plane_dots((word >> (2 * s)) & 0x03030303, at + 8 * s + 4 * t, 0, 0)
+            scale = byte(tl.load(scales + s // 2), t + 2 * s % 4)
+            hi += (scale & 15) * sum_words(dot_hi)
+            lo += (scale & 15) * sum_words(dot_lo)
+            m += (scale >> 4) * tl.load(sums + piece * 16 + 8 * h + t + 2 * s)
+    factors = tl.load(words(w + p2 + first * 4) + block + 0 * h, mask=live, other=0)
+    scale = tl.load(dx + piece + 0 * h, mask=live, other=0.0)
+    return term_with_minimum(factors, scale, all_parts(hi), all_parts(lo), all_parts(m))
 
 
 @triton.jit
-def terms_q3_k(w, first, n_blocks, block, piece, live, q, dx, sums, NB: tl.constexpr, R: tl.constexpr, T: tl.constexpr):
+def terms_q3_k(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
     p1 = plane(0, n_blocks, 64)
     p2 = plane(p1, n_blocks, 32)
     p3 = plane(p2, n_blocks, 12)
-    t = part(2, 0)
-    h = part(2, 1)
-    word = tl.load(four(words(w + first * 64) + block * 16 + 8 * h + 4 * t))
-    third = tl.load(four(words(w + p1 + first * 32) + block * 8 + 4 * t + 0 * h)) >> tl.expand_dims(4 * h, 5)
-    at = four(q + piece * 256 + 32 * h + 4 * t)
-    scales = w + p2 + first * 12 + block * 12 + inside(t + 0 * h, 16)
-    hi = tl.zeros([2, 2, NB, R, T], tl.int32)
-    lo = hi
-    for s in tl.static_range(4):
-        packed = tl.zeros([2, 2, NB, R, T, 4], tl.int32)
-        n = ((word >> (2 * s)) & 0x03030303) | (((third >> s) << 2) & 0x04040404)
-        for b in tl.static_range(4):
-            packed += (byte(n, b) - 4) * tl.load(at + 64 * b + 8 * s)
-        part_hi, part_lo = planes_of(tl.sum(packed, axis=5))
-        low = tl.load(scales + 2 * s).to(tl.int32) >> (4 * h)
-        high = tl.load(scales + 8 + 2 * (s % 2)).to(tl.int32) >> (2 * (2 * h + s // 2))
-        scale = ((low & 15) | ((high & 3) << 4)) - 32
-        hi += scale * part_hi
-        lo += scale * part_lo
-    d = half(w + p3 + first * 2 + (block + 0 * (t + h)) * 2, live)
-    piece += 0 * (t + h)
-    return (d * tl.load(dx + piece, mask=live, other=0.0)) * join_planes(all_parts(hi), all_parts(lo))
+    h = part(2)
+    at = four(words(q) + piece * 128 + 32 * h)
+    scales = words(w + p2 + first * 12) + block * 3 + 0 * h
+    high_bits = tl.load(scales + 2)
+    wait(WAITS)
+    hi, lo = 0, 0
+    for t in tl.static_range(2):
+        word = tl.load(four(words(w + first * 64) + block * 16 + 8 * h + 4 * t))
+        third = tl.load(four(words(w + p1 + first * 32) + block * 8 + 4 * t + 0 * h)) >> tl.expand_dims(4 * h, 5)
+        for s in tl.static_range(4):
+            n = ((word >> (2 * s)) & 0x03030303) | (((third >> s) << 2) & 0x04040404)
+            dot_hi, dot_lo = plane_dots(minus(n, 4), at + 8 * s + 4 * t, 0, 0)
+            low = byte(tl.load(scales + s // 2), t + 2 * s % 4) >> (4 * h)
+            high = byte(high_bits, t + 2 * s % 4) >> (4 * h + s // 2 * 2)
+            scale = ((low & 15) | ((high & 3) << 4)) - 32
+            hi += scale * sum_words(dot_hi)
+            lo += scale * sum_words(dot_lo)
+    d = half(w + p3 + first * 2 + (block + 0 * h) * 2, live)
+    scale = tl.load(dx + piece + 0 * h, mask=live, other=0.0)
+    return (d * scale) * join_planes(all_parts(hi), all_parts(lo))
 
 
 @triton.jit
-def terms_iq4_xs(
-    w, first, n_blocks, block, piece, live, q, dx, table, NB: tl.constexpr, R: tl.constexpr, T: tl.constexpr
-):
-    """The planes are summed apart: a product of 127 and 127 leaves no room to pack more than two. A part is a j."""
+def terms_iq4_xs(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.constexpr):
+    """Two sub-blocks a part."""
     p1 = plane(0, n_blocks, 128)
-    j = part(8, 0)
-    word = tl.load(four(words(w + first * 128) + block * 32 + 4 * j))
-    at = four(q + piece * 256 + 8 * j)
-    hi = tl.zeros([8, 1, NB, R, T, 4], tl.int32)
-    lo = hi
-    for b in tl.static_range(4):
-        for side in tl.static_range(2):
-            n = tl.load(table + ((word >> (8 * b + 4 * side)) & 15))
-            a_hi, a_lo = planes_of(tl.load(at + 64 * b + 4 * side))
-            hi += n * a_hi
-            lo += n * a_lo
-    head = words(w + p1 + first * 8) + block * 2
-    top = tl.load(head + 0 * j, mask=live, other=0)
-    scale = ((tl.load(head + 1 + 0 * j) >> (4 * j)) & 15) | (((top >> (16 + 2 * j)) & 3) << 4)
-    hi = all_parts((scale - 32) * tl.sum(hi, axis=5))
-    lo = all_parts((scale - 32) * tl.sum(lo, axis=5))
-    return (low_half(top) * tl.load(dx + piece + 0 * j, mask=live, other=0.0)) * join_planes(hi, lo)
+    g = part(4)
+    at = four(words(q) + piece * 128 + 16 * g)
+    head = words(w + p1 + first * 8) + block * 2 + 0 * g
+    top = tl.load(head, mask=live, other=0)
+    low_bits = tl.load(head + 1) >> (8 * g)
+    high_bits = top >> (16 + 4 * g)
+    at_words = four(words(w + first * 128) + block * 32 + 8 * g)
+    word0 = tl.load(at_words)
+    word1 = tl.load(at_words + 4)
+    wait(WAITS)
+    hi, lo = 0, 0
+    for i in tl.static_range(2):
+        low, high = look_up(word0 if i == 0 else word1, IQ4[0], IQ4[1], IQ4[2], IQ4[3])
+        dot_hi, dot_lo = plane_dots(low, at + 8 * i, 0, 0)
+        dot_hi, dot_lo = plane_dots(high, at + 8 * i + 4, dot_hi, dot_lo)
+        scale = (((low_bits >> (4 * i)) & 15) | (((high_bits >> (2 * i)) & 3) << 4)) - 32
+        hi += scale * sum_words(dot_hi)
+        lo += scale * sum_words(dot_lo)
+    scale = tl.load(dx + piece + 0 * g, mask=live, other=0.0)
+    return (low_half(top) * scale) * join_planes(all_parts(hi), all_parts(lo))

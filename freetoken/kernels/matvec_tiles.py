@@ -1,8 +1,10 @@
-"""What all products of quantised rows share: where a tile's blocks lie, and the sums of packed integers.
+"""What all products of quantised rows share: where a tile's blocks lie, and sums of both planes.
 
-A program has R rows and T tokens and takes NB blocks of each row at once. Tiles have the axes [T, R, NB, ...]; weights
-have 1 in place of T and activations 1 in place of R. Rows, blocks and tokens past the end repeat the last one: the
-launcher's masks drop rows and tokens, and a block past the end has a factor of 0 , and so has its activation.
+A program has R rows and T tokens and takes C times L blocks of each row at once. Tiles have the axes [P, L, R, T, C]:
+P parts of a block, L lanes of the law (8, or fewer in short rows), C blocks of each lane in their order. Threads of a
+warp are given to the first axes, and the last ones stay within a thread: so a sum over C or words costs no exchange.
+Weights have 1 in place of T and activations 1 in place of R. Rows, blocks and tokens past the end repeat the last one:
+the launcher's masks drop rows and tokens, and a block past the end has a factor of 0, and so has its activation.
 """
 
 from __future__ import annotations
@@ -10,17 +12,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from freetoken.kernels.packed import dot4
+
 __all__ = [
-    "byte",
-    "first_part",
+    "all_parts",
+    "element",
+    "four",
     "half",
     "high_half",
     "inside",
     "join_planes",
     "low_half",
+    "part",
     "plane",
-    "planes_of",
-    "signed_byte",
+    "plane_dots",
     "words",
 ]
 
@@ -38,7 +43,7 @@ def words(pointer):
 
 @triton.jit
 def inside(number, N: tl.constexpr):
-    """Numbers of a row's blocks or of a block's parts, the last one in place of those past the end.
+    """Numbers of a row's blocks, the last one in place of those past the end.
 
     Also where nothing is past it: a minimum hides from Triton that neighbours are contiguous. It would give runs of
     them to one lane each, and the values would then have to change lanes.
@@ -47,27 +52,41 @@ def inside(number, N: tl.constexpr):
 
 
 @triton.jit
-def first_part(x, P0: tl.constexpr, P1: tl.constexpr):
-    """A tile [P0, P1, NB, R, T] whose parts are all equal, without them; zeros are added to the one kept."""
-    part = tl.arange(0, P0)[:, None, None, None, None] + tl.arange(0, P1)[None, :, None, None, None]
-    return tl.sum(tl.sum(tl.where(part == 0, x, 0.0), axis=0), axis=0)
+def part(N: tl.constexpr):
+    """Numbers of a block's parts."""
+    return tl.arange(0, N)[:, None, None, None, None]
+
+
+@triton.jit
+def all_parts(x):
+    """The sum over the parts, [1, ..]."""
+    return tl.sum(x, axis=0, keep_dims=True)
+
+
+@triton.jit
+def four(x):
+    """Places of four words from x [..] on: [.., 4]."""
+    return tl.expand_dims(x, 5) + tl.arange(0, 4)[None, None, None, None, None, :]
+
+
+@triton.jit
+def element(x, NUMBER: tl.constexpr):
+    """x[.., NUMBER] of a tile whose last axis lies within a thread."""
+    at = tl.arange(0, x.shape[5])[None, None, None, None, None, :]
+    return tl.sum(tl.where(at == NUMBER, x, 0), axis=5)
+
+
+@triton.jit
+def plane_dots(n, at, hi, lo):
+    """Both planes' products with the signed bytes of words n, added to hi and lo; `at`: places of the high plane's
+    words."""
+    return dot4(n, tl.load(at), hi), dot4(n, tl.load(at + 64), lo)
 
 
 @triton.jit
 def half(pointer, mask):
     """fp16 factors, widened; 0 where there is no block."""
     return tl.load(pointer.to(tl.pointer_type(tl.float16)), mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def byte(word, B: tl.constexpr):
-    """Byte B of words, as int32."""
-    return ((word.to(tl.uint32, bitcast=True) >> (8 * B)) & 255).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def signed_byte(word, B: tl.constexpr):
-    return (word << (24 - 8 * B)) >> 24
 
 
 @triton.jit
@@ -79,13 +98,6 @@ def low_half(word):
 @triton.jit
 def high_half(word):
     return (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def planes_of(packed):
-    """Sums of both planes from a sum of 65536*hi + lo, where that of lo fits 16 bits."""
-    lo = (packed << 16) >> 16
-    return (packed - lo) >> 16, lo
 
 
 @triton.jit

@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from freetoken.kernels.activations import Activation
+from freetoken.kernels.activations import Activation, arguments, put
 from freetoken.kernels.checks import check, next_power_of_2
-from freetoken.kernels.quantised import arguments, put
+from freetoken.kernels.launch import options, wait
 from freetoken.kernels.sums import sigmoid, sum_squares
 
 __all__ = ["Norm", "Rows", "Shared", "combine_rows"]
@@ -67,13 +67,18 @@ def combine_rows_kernel(
     source, weights, shared, gate, post, residual, h, norm, y,
     q, dx, sums, q2, dx2, sums2, post_eps, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr,
-    CLS: tl.constexpr, CLS2: tl.constexpr, PLANES: tl.constexpr,
+    CLS: tl.constexpr, CLS2: tl.constexpr, PLANES: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Every pointer but `source` and `h` may be None: then its step is left out. K is 0 where source is plain rows."""
     token = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     mask = at < N
     row = token * N
+    if post is not None:
+        post_weight = tl.load(post + at, mask=mask, other=0.0)
+    if norm is not None:
+        norm_weight = tl.load(norm + at, mask=mask, other=0.0)
+    wait(IS_CHAINED)
     if K > 0:
         value = merge_rows(source, weights, token, at, mask, N, K)
     else:
@@ -92,7 +97,7 @@ def combine_rows_kernel(
             scale = rms_scale(h + row, post_eps, N)
         else:
             scale = rms_scale(source + row, post_eps, N)
-        value = (value * scale) * tl.load(post + at, mask=mask, other=0.0)
+        value = (value * scale) * post_weight
         tl.debug_barrier()
     if residual is not None:
         value = base + value
@@ -100,7 +105,7 @@ def combine_rows_kernel(
         tl.store(h + row + at, value, mask=mask)
     if norm is not None:
         scale = rms_scale(source + row if h is None else h + row, eps, N)
-        value = (value * scale) * tl.load(norm + at, mask=mask, other=0.0)
+        value = (value * scale) * norm_weight
         if y is not None:
             tl.store(y + row + at, value, mask=mask)
     if CLS > 0:
@@ -170,7 +175,7 @@ def combine_rows(
         CLS2=cls2,
         PLANES=planes,
         num_warps=min(max(block // 256, 1), 8),
-        enable_fp_fusion=False,
+        **options(rows),
     )
 
 

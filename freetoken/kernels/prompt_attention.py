@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels.checks import check, next_power_of_2
-from freetoken.kernels.launch import launch
+from freetoken.kernels.fast_launch import launch
 from freetoken.kernels.pages import PAGE
 
 __all__ = ["attend_chunk"]

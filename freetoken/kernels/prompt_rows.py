@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels.checks import check, next_power_of_2
-from freetoken.kernels.launch import launch
+from freetoken.kernels.fast_launch import launch
 
 __all__ = ["add_expert_rows", "halve_rows", "rms_norm", "rotate"]
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels.checks import check, next_power_of_2
+from freetoken.kernels.launch import options, wait
 from freetoken.kernels.norm import Norm
 from freetoken.kernels.pages import Pages, page_rows
 from freetoken.kernels.sums import sum_squares
@@ -90,10 +91,11 @@ def rotate_and_store_kernel(
     N_HEAD: tl.constexpr, N_KV: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, MAX_PAGES: tl.constexpr,
     ROT: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, BLOCK_V: tl.constexpr,
-    IS_NEOX: tl.constexpr, Q_BY_HEAD: tl.constexpr, K_BY_HEAD: tl.constexpr,
+    IS_NEOX: tl.constexpr, Q_BY_HEAD: tl.constexpr, K_BY_HEAD: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0)
     token = tl.program_id(1)
+    wait(IS_CHAINED)
     position = tl.load(positions + token)
     turn = angles + tl.load(angle_rows + token).to(tl.int64) * ROT
     if item < N_HEAD:
@@ -166,7 +168,7 @@ def rotate_and_store(
         Q_BY_HEAD=q.norm is None or len(q.norm.weight) == dim,
         K_BY_HEAD=k.norm is None or len(k.norm.weight) == dim,
         num_warps=1,
-        enable_fp_fusion=False,
+        **options(q.x),
     )
 
 

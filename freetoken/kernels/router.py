@@ -8,6 +8,7 @@ import triton.language as tl
 
 from freetoken.kernels.checks import check, next_power_of_2
 from freetoken.kernels.functions import exp
+from freetoken.kernels.launch import options, wait
 from freetoken.kernels.sums import fold8, sigmoid, sum_exp
 
 __all__ = ["GATES", "route"]
@@ -42,8 +43,9 @@ def softmax_of_chosen(x, USED: tl.constexpr):
 def route_kernel(
     logits, bias, ids, weights, scale,
     N: tl.constexpr, BLOCK: tl.constexpr, USED: tl.constexpr, USED_BLOCK: tl.constexpr,
-    GATE: tl.constexpr, NORMALISE: tl.constexpr, HAS_SCALE: tl.constexpr,
+    GATE: tl.constexpr, NORMALISE: tl.constexpr, HAS_SCALE: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
+    wait(IS_CHAINED)
     token = tl.program_id(0)
     expert = tl.arange(0, BLOCK)
     mask = expert < N
@@ -118,5 +120,5 @@ def route(
         NORMALISE=normalise,
         HAS_SCALE=scale != 1.0,
         num_warps=max(block // 512, 1),
-        enable_fp_fusion=False,
+        **options(logits),
     )

@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from freetoken.kernels.launch import options, wait
+
 __all__ = ["MAX_IDS", "SlotTensors", "StepOutputs", "slot_step"]
 
 MAX_IDS = 128
@@ -109,7 +111,7 @@ def slot_step(
         out.routes, out.fill_expert, out.fill_slot, out.cpu_expert, out.counts,
         layer, n_ids, first_slot, n_slots, len(state.stamp), n_expert, state.slot_of.numel(), expert_bytes, clock_limit,
         BY_RECENCY=by_recency, BLOCK_N=block_n, BLOCK_S=block_s, num_warps=_warps(block_n, block_s), num_stages=1,
-        enable_fp_fusion=False,
+        **options(ids),
     )  # fmt: skip
 
 
@@ -157,8 +159,9 @@ def _slot_step(
     ids_ptr, table_ptr, slot_of_ptr, last_use_ptr, owner_ptr, stamp_ptr, clock_ptr, counters_ptr,
     routes_ptr, fill_expert_ptr, fill_slot_ptr, cpu_expert_ptr, counts_ptr,
     layer, n_ids, first_slot, n_slots, n_stamps, n_expert, n_experts, expert_bytes, clock_limit,
-    BY_RECENCY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+    BY_RECENCY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
+    wait(IS_CHAINED)
     clock = tl.load(clock_ptr)
     if clock >= clock_limit:
         shift = clock_limit // 2

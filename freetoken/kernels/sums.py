@@ -47,7 +47,7 @@ def fold32(lanes):
 @triton.jit
 def sum_squares(x, bias, N: tl.constexpr):
     """lanes32 of the squares of N values at x, plus those at bias unless it is None, as a tensor [1]."""
-    UNROLL: tl.constexpr = (N + 31) // 32 if N < 1024 else 32
+    UNROLL: tl.constexpr = (N + 31) // 32 if N < 2048 else 64
     lane = tl.arange(0, 32)
     lanes = tl.zeros([32], tl.float32)
     for start in range(0, N, 32 * UNROLL):

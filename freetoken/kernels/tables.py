@@ -1,6 +1,7 @@
-"""Tables that some types' integers are looked up in, as int32 tensors on a device.
+"""Tables that some types' integers are looked up in.
 
-IQ4_NL and IQ4_XS: their 16 values. IQ2 and IQ3: the code words' magnitudes, four a word, those of the gguf package.
+IQ4_NL, IQ4_XS and MXFP4: their 16 values as four words. IQ2 and IQ3: the code words' magnitudes, four a word, those of
+the gguf package, as tensors on a device.
 """
 
 from __future__ import annotations
@@ -10,20 +11,26 @@ import functools
 import gguf.quants
 import numpy as np
 import torch
+import triton.language as tl
 
 from freetoken.quants import GgmlType
 
-__all__ = ["table"]
+__all__ = ["IQ4", "MXFP4", "table"]
 
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+def _words(*values: int) -> tuple[int, ...]:
+    """Signed bytes, four an int32."""
+    return tuple(np.array(values, np.int8).view("<i4").tolist())
+
+
+IQ4 = tl.constexpr(_words(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
+MXFP4 = tl.constexpr(_words(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
 _GRIDS = (GgmlType.IQ2_XXS, GgmlType.IQ2_XS, GgmlType.IQ2_S, GgmlType.IQ3_XXS, GgmlType.IQ3_S)
 
 
 @functools.lru_cache(maxsize=64)
 def table(type_id: int, device: torch.device) -> torch.Tensor | None:
     """The table of a type, made on the first call; None for types that need none."""
-    if type_id in (GgmlType.IQ4_NL, GgmlType.IQ4_XS):
-        return torch.tensor(_IQ4, dtype=torch.int32, device=device)
     if type_id not in _GRIDS:
         return None
     quant = getattr(gguf.quants, GgmlType(type_id).name)
