@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels.checks import check
-from freetoken.kernels.functions import activate
 from freetoken.kernels.fast_launch import launch
+from freetoken.kernels.functions import activate
 
 __all__ = ["Rows", "Tile", "expert_glu_rows", "expert_products", "product", "tile_for", "tiles"]
 
