@@ -25,7 +25,7 @@ from freetoken.experts.memory import slot_sizes
 from freetoken.experts.stream import ExpertStream, choose_plan
 from freetoken.gguf import open_model
 from freetoken.gpu.kv import DeviceKV
-from freetoken.gpu.mixture import Scratch, cut
+from freetoken.gpu.mixture import Scratch, cut, spread
 from freetoken.gpu.prefill import Prefill
 from freetoken.gpu.weights import DeviceWeights
 from freetoken.kernels import layout
@@ -327,6 +327,13 @@ def test_groups() -> None:
     counts = np.array([0, 3, 2, 0, 9, 1, 1])
     groups = [(g.experts.tolist(), g.first, g.end) for g in cut(counts, 10, 2, 4)]
     assert groups == [([1], 10, 13), ([2], 13, 15), ([4], 15, 19), ([4], 19, 23), ([4, 5], 23, 25), ([6], 25, 26)]
+
+
+def test_groups_of_experts_in_slots_come_first() -> None:
+    counts = np.array([2, 0, 1, 3, 1, 4])
+    is_slot = np.array([False, True, True, False, True, True])
+    groups = [(g.experts.tolist(), g.first, g.end) for g in spread(counts, 10 + counts.cumsum(), is_slot, 2)]
+    assert groups == [([2, 4], 12, 17), ([5], 17, 21), ([0, 3], 10, 16)]
 
 
 def test_too_little_memory_for_streaming(mixed: Path, threads: native.Pool) -> None:

@@ -61,9 +61,9 @@ def test_product(n: int, rows: int, cols: int) -> None:
 
 
 def test_tiles() -> None:
-    found = tiles(np.array([0, 5, 0, 1, 4]), 100, 4)
-    assert found.tolist() == [[1, 100, 104], [1, 104, 105], [3, 105, 106], [4, 106, 110]]
-    assert tiles(np.zeros(3, np.int64), 0, 16).shape == (0, 3)
+    found = tiles(np.array([100, 100, 105, 105, 206]), np.array([100, 105, 105, 106, 210]), 4)
+    assert found.tolist() == [[1, 100, 104], [1, 104, 105], [3, 105, 106], [4, 206, 210]]
+    assert tiles(np.zeros(3, np.int64), np.zeros(3, np.int64), 16).shape == (0, 3)
 
 
 @pytest.mark.parametrize("counts", [[0, 3, 0, 21, 16], [1], [0, 0, 40]], ids=str)
@@ -77,7 +77,8 @@ def test_experts(counts: list[int]) -> None:
     down = torch.randn(len(counts), d, ff, generator=rng) / 8
     index = torch.randint(0, n, (first + total,), generator=rng, dtype=torch.int32)
     tile = TILE
-    listed = torch.from_numpy(tiles(np.array(counts), first, tile.m))
+    ends = first + np.cumsum(counts)
+    listed = torch.from_numpy(tiles(ends - counts, ends, tile.m))
     h = torch.empty(total, ff)
     expert_glu_rows(halved(x), index, listed, w.half(), h, tile, first=first, activation=0)
     y = torch.empty(total, d)

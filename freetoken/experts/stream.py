@@ -68,14 +68,16 @@ class ExpertPool(Protocol):
         """Host addresses at which locked ranges begin: no copy may cross one."""
 
 
-def choose_plan(n_tokens: int, layer: LayerBanks, n_used: int, n_missing: float) -> str:
+def choose_plan(
+    n_tokens: int, layer: LayerBanks, n_used: int, n_missing: float, independent: float = INDEPENDENT
+) -> str:
     """ "stream" or "on_demand" for a layer of which n_missing experts have no slot.
 
     Streaming copies everything missing under the computation; on demand copies what is routed, but then the device
     waits for it.
     """
     n_expert = layer.banks[0].n_expert
-    share = 1 - (1 - n_used / n_expert) ** (n_tokens * INDEPENDENT)
+    share = 1 - (1 - n_used / n_expert) ** (n_tokens * independent)
     copy = n_missing * layer.expert_bytes / COPY_RATE
     weights = sum(bank.rows * bank.cols for bank in layer.banks)
     compute = share * n_expert * weights / DECODE_RATE + 2 * n_tokens * n_used * weights / PRODUCT_RATE
@@ -203,6 +205,8 @@ class ExpertStream:
         self._slot_of = np.zeros((0, 0), np.int32)
         self._is_free: list[Any] = [None, None]
         self._next_buffer = 0
+        self._independent = INDEPENDENT
+        self._n_tokens, self._shares = 0, list[float]()
 
     # --- a chunk -----------------------------------------------------------------------------------------------------
 
@@ -210,6 +214,7 @@ class ExpertStream:
         """Start a chunk; returns the plan, by default the cheaper one. The last layer sees n_outputs tokens only, so it
         is never streamed ahead unless they are many."""
         self.refresh()
+        self._n_tokens, self._shares = n_tokens, []
         self._ahead.clear()
         self._is_free = [self.copies.computed()] * 2
         self._next_buffer = 0
@@ -221,7 +226,7 @@ class ExpertStream:
             plan = "on_demand"
             if largest is not None:
                 mean = sum(n_missing.values()) / len(missing)
-                plan = choose_plan(n_tokens, _banks(layers[largest]), self._pool.n_used, mean)
+                plan = choose_plan(n_tokens, _banks(layers[largest]), self._pool.n_used, mean, self._independent)
         ahead = missing if plan == "stream" else []
         last = max(layers, default=-1)
         if ahead and ahead[-1] == last and n_outputs < n_tokens // 4:
@@ -238,6 +243,7 @@ class ExpertStream:
     def parts(self, layer: int, counts: np.ndarray) -> Iterator[Part]:
         """The layer's experts part by part; counts [n_expert] says how many tokens each has. A part's memory is its own
         until the next is asked for."""
+        self._shares.append(float((counts > 0).mean()))
         for unit in self._units[layer]:
             staged = self._ahead.pop((layer, unit.first), None)
             was_ahead = staged is not None
@@ -258,6 +264,15 @@ class ExpertStream:
         """End a chunk, also one given up: what is computed from now on comes after all copies."""
         self._queue, self._ahead = [], {}
         self.copies.compute_after(self.copies.copied())
+        self._learn()
+
+    def _learn(self) -> None:
+        """Correct INDEPENDENT by what the layers but the last routed to, where they left some experts out."""
+        share = float(np.mean(self._shares[:-1])) if len(self._shares) > 1 else 0.0
+        if 0 < share < 0.98:
+            n_expert = self._slot_of.shape[1]
+            seen = np.log1p(-share) / (self._n_tokens * np.log1p(-self._pool.n_used / n_expert))
+            self._independent = (self._independent + float(np.clip(seen, 0.05, 1.0))) / 2
 
     # --- inside ------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,9 @@ from freetoken.kernels.prompt_rows import add_expert_rows, halve_rows
 
 __all__ = ["Keep", "Mixture", "Scratch", "upload"]
 
+SMALL_BYTES = 32 << 10
+N_WAITING_GROUPS = 3
+"""Groups of experts that are still being copied, where their order is free: while one is computed, others come."""
 TAIL_TOKENS = 64
 """Last tokens of a chunk whose experts are told apart for `Keep`."""
 
@@ -53,14 +56,16 @@ class Scratch:
 
 
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A host array on the device, without waiting."""
+    """A host array on the device, without waiting: the driver takes a copy of small ones at once."""
     tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    if device.type != "cuda":
+        return tensor
+    return (tensor.pin_memory() if tensor.nbytes > SMALL_BYTES else tensor).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Experts (numbers within a part) computed together, with rows [first, end) of the sorted pairs."""
+    """Experts (numbers within a part) computed together; what they have of rows [first, end) of the sorted pairs."""
 
     experts: np.ndarray
     first: int
@@ -85,6 +90,17 @@ def cut(counts: np.ndarray, start: int, max_experts: int, max_rows: int) -> list
         at += count
     if members:
         groups.append(Group(np.array(members), first, at))
+    return groups
+
+
+def spread(counts: np.ndarray, ends: np.ndarray, is_slot: np.ndarray, max_experts: int) -> list[Group]:
+    """Groups where all rows fit at once: experts in slots first, for the others may not have come yet."""
+    groups = []
+    for some, n_least in ((is_slot, 1), (~is_slot, N_WAITING_GROUPS)):
+        experts = np.flatnonzero((counts > 0) & some)
+        n_groups = max(-(-len(experts) // max_experts), min(n_least, len(experts) // 8))
+        for e in np.array_split(experts, n_groups) if len(experts) else ():
+            groups.append(Group(e, int(ends[e[0]] - counts[e[0]]), int(ends[e[-1]])))
     return groups
 
 
@@ -123,9 +139,8 @@ class Mixture:
         start = 0
         for part in self._stream.parts(layer, counts):
             mine = counts[part.first : part.end]
-            groups = cut(mine, start, work.max_experts(int((mine > 0).sum())), work.max_rows)
-            if groups:
-                work.run(part, mine, groups, start)
+            if mine.any():
+                work.run(part, mine, start)
             start += int(mine.sum())
             if self._keep is not None and wait_tail is not None and part.staged is not None:
                 staged = part.first + np.flatnonzero(part.staged.experts)
@@ -191,11 +206,19 @@ class _Layer:
         n_groups = -(-max(n_active, 1) // fit)
         return -(-max(n_active, 1) // n_groups)
 
-    def run(self, part: Part, counts: np.ndarray, groups: list[Group], start: int) -> None:
-        """Compute a part's groups; counts are those of its experts, whose rows begin at `start`."""
-        tables = _Tables(part, counts, groups, start, (self._tile_glu.m, self._tile_down.m), self._y.device)
+    def run(self, part: Part, counts: np.ndarray, start: int) -> None:
+        """Compute a part; counts are those of its experts, whose rows begin at `start`."""
+        ends = start + counts.cumsum()
+        max_experts = self.max_experts(int((counts > 0).sum()))
+        if ends[-1] - self._first_row <= self.max_rows:
+            groups = spread(counts, ends, part.is_slot, max_experts)
+        else:
+            groups = cut(counts, start, max_experts, self.max_rows)
+        tables = _Tables(part, ends - counts, ends, groups, (self._tile_glu.m, self._tile_down.m), self._y.device)
         for i, group in enumerate(groups):
-            part.wait(part.first + int(group.experts[-1]))
+            waiting = group.experts[~part.is_slot[group.experts]]
+            if len(waiting):
+                part.wait(part.first + int(waiting[-1]))
             if group.end - self._first_row > self.max_rows:
                 self.add_rows(group.first)
             self._compute(group, tables.addresses[i], tables.forms[i], tables.tiles[2 * i], tables.tiles[2 * i + 1])
@@ -210,22 +233,22 @@ class _Layer:
         self, group: Group, addresses: torch.Tensor, forms: torch.Tensor, tiles_glu: torch.Tensor,
         tiles_down: torch.Tensor,
     ) -> None:  # fmt: skip
-        n, n_experts, bank = group.end - group.first, len(group.experts), self._bank
-        hidden, halved = self._hidden[:n], Rows(self._halved.x[:n], self._halved.scale[:n])
+        n_experts, bank, base = len(group.experts), self._bank, self._first_row
+        at = slice(group.first - base, group.end - base)
+        hull = self._halved.x[at], self._halved.scale[at]
         for first, end in self._parts(n_experts, 2, bank.gate):
             w = self._matrices(2, n_experts, end - first, bank.gate.cols)
             self._decode(addresses, forms, w, first)
             expert_glu_rows(
-                self._x, self._pairs.index, tiles_glu, w, hidden[:, first:end], self._tile_glu,
-                first=group.first, activation=self._activation,
+                self._x, self._pairs.index, tiles_glu, w, self._hidden[:, first:end], self._tile_glu,
+                first=base, activation=self._activation,
             )  # fmt: skip
-        halve_rows(hidden, halved.x, halved.scale)
-        rows = self._rows[group.first - self._first_row : group.end - self._first_row]
+        halve_rows(self._hidden[at], *hull)
         down = addresses[2 * n_experts :]
         for first, end in self._parts(n_experts, 1, bank.down):
             w = self._matrices(n_experts, end - first, bank.down.cols)
             dequantise(bank.down.type, down, forms[:n_experts], w, matrix_rows=bank.down.rows, first_row=first)
-            expert_products(halved, tiles_down, w, rows[:, first:end], self._tile_down, first=group.first)
+            expert_products(self._halved, tiles_down, w, self._rows[:, first:end], self._tile_down, first=base)
 
     def _matrices(self, *shape: int) -> torch.Tensor:
         return self._weights[: math.prod(shape)].view(shape)
@@ -253,19 +276,18 @@ class _Tables:
     and down matrices, `forms[i]` int32 of gate and up, and `tiles[2 * i]` and the next, for tiles of either height."""
 
     def __init__(
-        self, part: Part, counts: np.ndarray, groups: list[Group], start: int, heights: tuple[int, int],
+        self, part: Part, begins: np.ndarray, ends: np.ndarray, groups: list[Group], heights: tuple[int, int],
         device: torch.device,
     ) -> None:  # fmt: skip
-        ends = start + counts.cumsum()
         form = np.where(part.is_slot, PLANES, RAW).astype(np.int32)
         addresses, narrow, listed = [], [], []
         for group in groups:
             e = group.experts
             addresses.append(part.addresses[:, e].reshape(-1))
             narrow.append(np.concatenate([form[e], form[e]]))
-            rows = np.minimum(ends[e], group.end) - np.maximum(ends[e] - counts[e], group.first)
+            rows = np.maximum(begins[e], group.first), np.minimum(ends[e], group.end)
             for height in heights[: 1 + (heights[0] != heights[1])]:
-                listed.append(tiles(rows, group.first, height).reshape(-1))
+                listed.append(tiles(*rows, height).reshape(-1))
         n_wide, sizes = sum(len(a) for a in addresses), [len(n) for n in narrow] + [len(t) for t in listed]
         data = upload(np.concatenate([*(a.view(np.int32) for a in addresses), *narrow, *listed]), device)
         self.addresses = _split(data[: 2 * n_wide].view(torch.int64), [len(a) for a in addresses])

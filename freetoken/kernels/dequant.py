@@ -8,8 +8,10 @@ is the binary32 of ggml's formula, rounded; what fp16 cannot hold becomes its la
 
 from __future__ import annotations
 
+import functools
 import math
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +21,7 @@ from freetoken.kernels import layout
 from freetoken.kernels.dequant_types import eight_values
 from freetoken.kernels.fast_launch import launch
 from freetoken.kernels.matvec import TYPE_CLASS
-from freetoken.kernels.tables import table
+from freetoken.kernels.tables import IQ4, table
 from freetoken.quants import GgmlType
 
 __all__ = ["PLANES", "RAW", "dequantise", "is_float"]
@@ -31,6 +33,15 @@ VALUES = 4096
 HOST_VALUES = 1 << 17
 """The most under Triton's interpreter, whose time is that of its steps."""
 MAX_FIELDS = 5
+
+
+@functools.lru_cache(maxsize=64)
+def _table(type_id: int, device: torch.device) -> torch.Tensor | None:
+    """What the type's values are looked up in, int32; None for types that need nothing."""
+    if type_id in (GgmlType.IQ4_NL, GgmlType.IQ4_XS):
+        values = np.array(IQ4.value, "<i4").view(np.int8)
+        return torch.from_numpy(values.astype(np.int32)).to(device)
+    return table(type_id, device)
 
 
 def is_float(type_id: int) -> bool:
@@ -186,7 +197,7 @@ def dequantise(
     launch(
         dequantise_kernel,
         (triton.cdiv(rows * a_row, values // width), n, 1),
-        (addresses, forms, first_units, out, table(type_id, out.device), first_row * a_row, rows * a_row, *starts),
+        (addresses, forms, first_units, out, _table(type_id, out.device), first_row * a_row, rows * a_row, *starts),
         (int(type_id), block_bytes, width, values // width, align, layout.is_identity(type_id)),
         warps=4,
     )

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels.checks import check
-from freetoken.kernels.functions import activate
 from freetoken.kernels.fast_launch import launch
+from freetoken.kernels.functions import activate
 
 __all__ = ["Rows", "Tile", "expert_glu_rows", "expert_products", "product", "tile_for", "tiles"]
 
@@ -60,12 +60,11 @@ def tile_for(n_rows: float, capability: int, *, is_double: bool = False) -> Tile
     return Tile(64, 64, 64, 4, 3) if is_double else Tile(128, 128, 32, 8, 3)
 
 
-def tiles(counts: np.ndarray, first: int, m: int) -> np.ndarray:
-    """int32 [n, 3] of (matrix, first row, end row) for matrices with counts[i] rows one after another from `first`."""
-    n_tiles = -(-counts // m)
-    matrix = np.repeat(np.arange(len(counts)), n_tiles)
-    ends = first + counts.cumsum()
-    begin = (ends - counts)[matrix] + m * (np.arange(len(matrix)) - (n_tiles.cumsum() - n_tiles)[matrix])
+def tiles(begins: np.ndarray, ends: np.ndarray, m: int) -> np.ndarray:
+    """int32 [n, 3] of (matrix, first row, end row) for matrices with rows begins[i] to ends[i] each."""
+    n_tiles = -(-(ends - begins) // m)
+    matrix = np.repeat(np.arange(len(begins)), n_tiles)
+    begin = begins[matrix] + m * (np.arange(len(matrix)) - (n_tiles.cumsum() - n_tiles)[matrix])
     found = np.empty((len(matrix), 3), np.int32)
     found[:, 0], found[:, 1], found[:, 2] = matrix, begin, np.minimum(begin + m, ends[matrix])
     return found
