@@ -79,9 +79,13 @@ class GpuDecoder:
         experts: ExpertLaunches | None,
         n_positions: int,
         n_planes: int,
+        n_embd: int,
+        first_layer: int = 0,
     ) -> None:
-        """`n_positions` is the longest context of a sequence."""
+        """`n_positions` is the longest context of a sequence; layers before `first_layer` run elsewhere."""
         self._model = model
+        self._first_layer = first_layer
+        self._n_embd = n_embd
         self._weights = weights
         self._kv = kv
         self._inputs = inputs
@@ -100,10 +104,11 @@ class GpuDecoder:
         ]
         self._turn = 0
 
-    def run(self, batch: Batch) -> np.ndarray:
-        """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab], the caller's own."""
+    def run(self, batch: Batch, hidden: np.ndarray | None = None) -> np.ndarray:
+        """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab], the caller's own. `hidden` fp32 [n,
+        n_embd] are the states behind the layers that ran elsewhere."""
         program = self.program(batch.n, batch.n_outputs, int(batch.positions.max()) + 1)
-        self._inputs.fill(batch)
+        self._inputs.fill(batch, hidden=hidden)
         program.replay()
         return self._read(program.lowered.logits)
 
@@ -150,7 +155,7 @@ class GpuDecoder:
 
     def _make(self, shape: Shape) -> Program:
         trace = Trace(shape.n, shape.n_outputs)
-        self._model.forward(trace)
+        self._write_down(trace)
         lowered = Lowering(
             trace,
             self._weights,
@@ -173,6 +178,14 @@ class GpuDecoder:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             _run_all(lowered.launches)
         return Program(lowered, graph.replay)
+
+    def _write_down(self, trace: Trace) -> None:
+        if not self._first_layer:
+            self._model.forward(trace)
+            return
+        n_layer = len(self._kv.k)
+        x = self._model.run_layers(trace, trace.entry(self._n_embd), self._first_layer, n_layer)
+        self._model.finish(trace, trace.outputs(x))
 
     def _sample(self, logits: torch.Tensor) -> None:
         """Sample the next tokens to where this step's stood, and to where the host reads them."""

@@ -50,6 +50,7 @@ class Inputs:
         self._mirrors = [torch.zeros(sum(self._sizes), dtype=torch.int32, pin_memory=is_cuda) for _ in range(N_MIRRORS)]
         self._parts = [[part.numpy() for part in torch.split(mirror, self._sizes)] for mirror in self._mirrors]
         self._turn = 0
+        self._hidden: torch.Tensor | None = None
         self._tables: dict[int, tuple[RopeTable, torch.Tensor, set[int]]] = {}
         self.n_processors = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 1
 
@@ -61,8 +62,23 @@ class Inputs:
             self._tables[id(table)] = table, values, set()
         return Angles(self._tables[id(table)][1], self.positions[:n], table.is_neox)
 
-    def fill(self, batch: Batch, draws: Draws | None = None, *, keep_tokens: bool = False) -> None:
-        """Copy a batch in; with `keep_tokens` its tokens are those that stand on the device already.
+    def hidden(self, width: int) -> torch.Tensor:
+        """Where hidden states of layers that ran elsewhere come to stand, fp32 [8, width]; not between steps under
+        way."""
+        if self._hidden is None:
+            self._hidden = torch.zeros((MAX_TOKENS, width), dtype=torch.float32, device=self._device)
+        return self._hidden
+
+    def fill(
+        self,
+        batch: Batch,
+        draws: Draws | None = None,
+        *,
+        keep_tokens: bool = False,
+        hidden: np.ndarray | None = None,
+    ) -> None:
+        """Copy a batch in; with `keep_tokens` its tokens are those that stand on the device already. `hidden` fp32 [n,
+        width] goes with a batch whose first layers ran elsewhere.
 
         At most N_MIRRORS - 1 batches may wait for the device when this is called.
         """
@@ -79,6 +95,8 @@ class Inputs:
         tokens[:n] = batch.tokens
         size = len(self._on_device) - (MAX_TOKENS if keep_tokens else 0)
         self._on_device[:size].copy_(self._mirrors[self._turn][:size], non_blocking=True)
+        if hidden is not None:
+            self.hidden(hidden.shape[1])[:n].copy_(torch.from_numpy(hidden))
         for block in {int(p) // ROPE_BLOCK for p in batch.positions}:
             self._upload_angles(block)
 
