@@ -24,6 +24,7 @@ from freetoken.gpu.trace import Trace
 from freetoken.gpu.weights import DeviceWeights, weight_class
 from freetoken.kernels.activations import MAX_TOKENS, empty_activation, quantize
 from freetoken.kernels.attention import max_splits
+from freetoken.kernels.bias import add_biases
 from freetoken.kernels.matvec import matvec
 from freetoken.kernels.sampler import SampleRoom, sample
 
@@ -123,7 +124,7 @@ class GpuDecoder:
         results.copy_(self._sampled[:, : batch.n], non_blocking=True)
         done = None
         if self._is_cuda:
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         return Step(results, done)
 
@@ -193,6 +194,7 @@ class GpuDecoder:
             self._sample_room = SampleRoom.empty(MAX_TOKENS, logits.shape[1], logits.device)
         n, inputs = len(logits), self._inputs
         tokens, status = self._sampled[0, :n], self._sampled[1, :n]
+        add_biases(logits, inputs.biases)
         sample(logits, inputs.params, inputs.uniforms, tokens, status, self._sample_room)
         inputs.tokens[:n].copy_(tokens)
 

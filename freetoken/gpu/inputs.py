@@ -15,6 +15,7 @@ import torch
 from freetoken.batch import Batch
 from freetoken.blocks import ROPE_BLOCK, RopeTable
 from freetoken.kernels.activations import MAX_TOKENS
+from freetoken.kernels.bias import N_BIASES
 from freetoken.kernels.rope import Angles
 from freetoken.kernels.sampler import N_FIELDS
 
@@ -26,24 +27,28 @@ N_MIRRORS = 4
 
 @dataclass(frozen=True)
 class Draws:
-    """What the sampler is told of n rows: `params` int32 [n, N_FIELDS], `uniforms` fp64 [n]."""
+    """What the sampler is told of n rows: `params` int32 [n, N_FIELDS], `biases` int32 [n, 2, N_BIASES], and `uniforms`
+    fp64 [n]."""
 
     params: np.ndarray
+    biases: np.ndarray
     uniforms: np.ndarray
 
 
 class Inputs:
-    """`uniforms` fp64 [8], `params` int32 [8, N_FIELDS] (kernels.sampler), `positions` and `tokens` int32 [8],
-    `page_table` int32 [8, max_pages]."""
+    """`uniforms` fp64 [8], `params` int32 [8, N_FIELDS] (kernels.sampler), `biases` int32 [8, 2, N_BIASES]
+    (kernels.bias), `positions` and `tokens` int32 [8], `page_table` int32 [8, max_pages]."""
 
     def __init__(self, max_pages: int, spare_page: int, device: torch.device) -> None:
         self._max_pages = max_pages
         self._spare_page = spare_page
         self._device = device
-        self._sizes = [2 * MAX_TOKENS, MAX_TOKENS * N_FIELDS, MAX_TOKENS, MAX_TOKENS * max_pages, MAX_TOKENS]
+        of_rows = [2, N_FIELDS, 2 * N_BIASES, 1, max_pages, 1]
+        self._sizes = [MAX_TOKENS * size for size in of_rows]
         is_cuda = device.type == "cuda"
         self._on_device = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
-        uniforms, params, self.positions, table, self.tokens = torch.split(self._on_device, self._sizes)
+        uniforms, params, biases, self.positions, table, self.tokens = torch.split(self._on_device, self._sizes)
+        self.biases = biases.view(MAX_TOKENS, 2, N_BIASES)
         self.uniforms = uniforms.view(torch.float64)
         self.params = params.view(MAX_TOKENS, N_FIELDS)
         self.page_table = table.view(MAX_TOKENS, max_pages)
@@ -84,10 +89,11 @@ class Inputs:
         """
         n = batch.n
         self._turn = (self._turn + 1) % N_MIRRORS
-        uniforms, params, positions, page_table, tokens = self._parts[self._turn]
+        uniforms, params, biases, positions, page_table, tokens = self._parts[self._turn]
         if draws is not None:
             uniforms.view(np.float64)[:n] = draws.uniforms
             params[: n * N_FIELDS] = draws.params.reshape(-1)
+            biases[: n * 2 * N_BIASES] = draws.biases.reshape(-1)
         positions[:n] = batch.positions
         rows = page_table.reshape(MAX_TOKENS, self._max_pages)
         for row, pages in enumerate(batch.page_tables):

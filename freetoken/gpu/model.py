@@ -28,6 +28,7 @@ from freetoken.gpu.place import Placement, place
 from freetoken.gpu.prefill import Prefill
 from freetoken.gpu.weights import DeviceWeights
 from freetoken.kernels.activations import MAX_TOKENS
+from freetoken.kernels.bias import N_BIASES
 from freetoken.kernels.pages import PAGE
 from freetoken.kernels.sampler import N_FIELDS
 from freetoken.kvcache import KVShape, n_pages_for
@@ -113,10 +114,12 @@ class GpuModel:
         self, batch: Batch, chains: Sequence[DeviceParams], uniforms: Sequence[float], *, follows: bool
     ) -> Step:
         """Start a decode step that samples its tokens itself (`GpuDecoder.launch`)."""
-        params = np.zeros((batch.n, N_FIELDS), np.int32)
-        for row, chain in zip(params, chains, strict=True):
-            chain.write(row)
-        return self.decoder.launch(batch, Draws(params, np.asarray(uniforms, np.float64)), follows=follows)
+        params, biases = np.zeros((batch.n, N_FIELDS), np.int32), np.zeros((batch.n, 2, N_BIASES), np.int32)
+        for row, chain in enumerate(chains):
+            chain.write(params[row])
+            chain.write_biases(biases[row])
+        draws = Draws(params, biases, np.asarray(uniforms, np.float64))
+        return self.decoder.launch(batch, draws, follows=follows)
 
     def _long_pass(self) -> Prefill:
         if self._prefill is None:
