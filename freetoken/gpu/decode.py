@@ -17,6 +17,7 @@ import torch
 from freetoken.batch import Batch
 from freetoken.blocks import Model, Weight
 from freetoken.gpu.arena import Arena
+from freetoken.gpu.failures import translated
 from freetoken.gpu.inputs import N_MIRRORS, Draws, Inputs
 from freetoken.gpu.kv import DeviceKV
 from freetoken.gpu.lower import ExpertLaunches, Launch, Lowering, Room
@@ -63,7 +64,8 @@ class Step:
     def wait(self) -> tuple[list[int], list[int]]:
         """Tokens, and for each 0, or 1 where the host must sample it. To be asked once, in the order of the steps."""
         if self._done is not None:
-            self._done.synchronize()
+            with translated(self._results.device):
+                self._done.synchronize()
         tokens, status = self._results.tolist()
         return tokens, status
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import numpy as np
@@ -22,6 +22,7 @@ from freetoken.gpu import driver
 from freetoken.gpu.chain import DeviceParams, device_chain
 from freetoken.gpu.decode import GpuDecoder, Step
 from freetoken.gpu.experts import GpuExperts, Staging
+from freetoken.gpu.failures import translated
 from freetoken.gpu.inputs import Draws, Inputs
 from freetoken.gpu.kv import DeviceKV
 from freetoken.gpu.place import Placement, place
@@ -66,6 +67,8 @@ class GpuModel:
         started = time.monotonic()
         plan = self.plan = placement.plan
         device = self.device = torch.device(placement.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of the engine's thread
         shapes = [KVShape(n_kv, spec.head_dim_k, spec.head_dim_v) for n_kv in spec.n_kv]
         n_ctx_pages = n_pages_for(plan.n_ctx)
         self.first_layer = plan.first_layer
@@ -94,32 +97,30 @@ class GpuModel:
         )
         logger.info("%s: weights and cache ready in %.2f s", device, time.monotonic() - started)
 
-    def run(
-        self, batch: Batch, should_stop: Callable[[], bool] | None, hidden: np.ndarray | None = None
-    ) -> np.ndarray:
+    def run(self, batch: Batch, should_stop: Callable[[], bool] | None, hidden: np.ndarray | None = None) -> np.ndarray:
         """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab]. `hidden` fp32 [n, n_embd] are the states
         behind the layers that run on the CPU. Raises Stopped."""
-        if batch.n <= MAX_TOKENS:
-            return self.decoder.run(batch, hidden)
-        with self.experts.streaming() if self.experts is not None else nullcontext():
-            logits = self._long_pass().run(batch, should_stop, hidden=hidden)
-        found: np.ndarray = logits.cpu().numpy()
-        return found
+        with translated(self.device):
+            if batch.n <= MAX_TOKENS:
+                return self.decoder.run(batch, hidden)
+            with self.experts.streaming() if self.experts is not None else nullcontext():
+                logits = self._long_pass().run(batch, should_stop, hidden=hidden)
+            found: np.ndarray = logits.cpu().numpy()
+            return found
 
     def expert_counters(self) -> np.ndarray | None:
         """int64 [n_layer, 5] by `experts.slots.COUNTERS`, None without experts."""
         return None if self.experts is None else self.experts.counters()
 
-    def launch(
-        self, batch: Batch, chains: Sequence[DeviceParams], uniforms: Sequence[float], *, follows: bool
-    ) -> Step:
+    def launch(self, batch: Batch, chains: Sequence[DeviceParams], uniforms: Sequence[float], *, follows: bool) -> Step:
         """Start a decode step that samples its tokens itself (`GpuDecoder.launch`)."""
         params, biases = np.zeros((batch.n, N_FIELDS), np.int32), np.zeros((batch.n, 2, N_BIASES), np.int32)
         for row, chain in enumerate(chains):
             chain.write(params[row])
             chain.write_biases(biases[row])
         draws = Draws(params, biases, np.asarray(uniforms, np.float64))
-        return self.decoder.launch(batch, draws, follows=follows)
+        with translated(self.device):
+            return self.decoder.launch(batch, draws, follows=follows)
 
     def _long_pass(self) -> Prefill:
         if self._prefill is None:
@@ -137,8 +138,9 @@ class GpuModel:
 
     def close(self) -> None:
         """Unlock the experts' pages. The model must not be used afterwards."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        with suppress(RuntimeError):  # of a device that is lost
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
         if self._pinned is not None:
             self._pinned.close()
             self._pinned = None
