@@ -174,8 +174,10 @@ class GpuDecoder:
             lowered.launches.append(partial(self._sample, lowered.logits))
         if not self._is_cuda:
             return Program(lowered, partial(_run_all, lowered.launches))
+        sampled = self._inputs.tokens.clone()  # by a step under way, whose follower this program may be
         self._inputs.fill_trial(shape.n)
         _run_all(lowered.launches)  # compiles what is new, which a capture must not do
+        self._inputs.tokens.copy_(sampled)
         torch.cuda.synchronize(self._weights.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
