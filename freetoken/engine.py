@@ -19,7 +19,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from freetoken import native
-from freetoken.errors import ContextExceededError, EngineError, FreeTokenError, NotReadyError, RequestError
+from freetoken.errors import (
+    ContextExceededError,
+    DeviceLostError,
+    EngineError,
+    FreeTokenError,
+    NotReadyError,
+    RequestError,
+)
 from freetoken.gguf import ModelFile, open_model
 from freetoken.kvcache import KVCacheFull, Sequence
 from freetoken.options import EngineOptions, ModelOptions
@@ -33,8 +40,8 @@ from freetoken.request import (
     Timings,
     TokenEvent,
 )
-from freetoken.runner import Runner
-from freetoken.sampler import Sampler
+from freetoken.runner import Launched, Runner
+from freetoken.sampler import SampledToken, Sampler
 from freetoken.spec import ModelSpec, read_spec
 from freetoken.tokenizer import Tokenizer
 
@@ -46,6 +53,8 @@ N_SLOTS_AUTO = 4
 """Slots where -np is not given; they share one pool of context, as llama-server's unified cache does."""
 SWEEP_S = 0.02
 """How often the queue, which may be long, is searched for requests whose clients have left."""
+MAX_AHEAD = 2
+"""Decode steps under way at once: one that runs, and one that waits for its tokens."""
 SLOT_SIMILARITY = 0.1
 """Least share of a prompt that a slot must hold already to be preferred over the longest idle one."""
 
@@ -177,6 +186,10 @@ class Engine:
             for s in self._slots
         ]
 
+    def expert_counters(self) -> np.ndarray | None:
+        """int64 [n_layer, 5] by `experts.slots.COUNTERS`, None where no experts take slots. Stops no step."""
+        return self._runner.expert_counters() if self._state is EngineState.READY else None
+
     # --- the engine thread ---------------------------------------------------------------------------------------
 
     def _main(self) -> None:
@@ -196,8 +209,10 @@ class Engine:
             while not self._closing.is_set():
                 self._step()
         except Exception as error:
-            logger.exception("the engine failed")
-            self._failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            if not isinstance(error, FreeTokenError):
+                logger.exception("the engine failed")
+                error = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            self._failure = error
             self._state = EngineState.FAILED
         finally:
             self._closing.set()
@@ -213,8 +228,9 @@ class Engine:
         self._tokenizer = self._tokenizer_given or Tokenizer(self._file.shards[0].path, self._file.metadata)
         self._load_progress = 0.4
         total = self._options.n_ctx or self._spec.n_ctx_train
-        self._n_ctx = total if self._options.n_parallel <= 0 else max(total // self.n_slots, 1)
-        self._runner = Runner(self._file, self._spec, self._options, n_ctx=self._n_ctx, n_sequences=self.n_slots)
+        n_ctx = total if self._options.n_parallel <= 0 else max(total // self.n_slots, 1)
+        self._runner = Runner(self._file, self._spec, self._options, n_ctx=n_ctx, n_sequences=self.n_slots)
+        self._n_ctx = self._runner.n_ctx
         self._slots = [Slot(i, self._runner.new_sequence()) for i in range(self.n_slots)]
         self._load_progress = 0.8
         self._runner.warm_up()
@@ -318,7 +334,7 @@ class Engine:
     def _prefill(self, slots: list[Slot]) -> None:
         slot = slots[0]
         assert slot.request is not None
-        chunk = slot.todo[: self._options.n_chunk]
+        chunk = slot.todo[: self._runner.n_chunk]
         is_last = len(chunk) == len(slot.todo)
         request = slot.request
         logits = self._runner.prefill(slot.sequence, chunk, want_logits=is_last, should_stop=request.cancelled.is_set)
@@ -335,9 +351,63 @@ class Engine:
         slots = [s for s in slots if s.request is not None]
         if not slots:
             return
-        logits = self._runner.decode([s.sequence for s in slots], [s.todo[0] for s in slots])
-        for slot, row in zip(slots, logits, strict=True):
-            self._guard([slot], functools.partial(self._emit, row))
+        if not self._decode_ahead(slots):
+            logits = self._runner.decode([s.sequence for s in slots], [s.todo[0] for s in slots])
+            for slot, row in zip(slots, logits, strict=True):
+                self._guard([slot], functools.partial(self._emit, row))
+
+    def _decode_ahead(self, slots: list[Slot]) -> bool:
+        """Decode steps that sample their tokens themselves, each launched before the tokens of the one before are read;
+        until something else is to be done. False where the host must sample the next tokens."""
+        samplers = [s.sampler for s in slots if s.sampler is not None]
+        chains = self._runner.chains(samplers)
+        if chains is None:
+            return False
+        sequences, requests = [s.sequence for s in slots], [s.request for s in slots]
+        under_way: collections.deque[Launched] = collections.deque()
+        while True:
+            ahead = len(under_way)
+            if ahead == 0 or (ahead < MAX_AHEAD and self._may_go_on(slots, requests, ahead)):
+                tokens, draws = [s.todo[0] for s in slots], [each.draw_ahead(ahead) for each in samplers]
+                under_way.append(self._runner.launch(sequences, tokens, chains, draws, ahead))
+                if ahead + 1 < MAX_AHEAD:
+                    continue
+            sampled, status = under_way.popleft().wait()
+            living = [s.request is not None and s.request is r for s, r in zip(slots, requests, strict=True)]
+            if any(code for code, is_living in zip(status, living, strict=True) if is_living):
+                return False  # what follows took a wrong token
+            for slot, token, is_living in zip(slots, sampled, living, strict=True):
+                if is_living:
+                    self._guard([slot], functools.partial(self._take_sampled, token))
+            if not under_way and not self._may_go_on(slots, requests, 0):
+                return True
+
+    def _may_go_on(self, slots: list[Slot], requests: list[Request | None], ahead: int) -> bool:
+        """Whether one more step of the same requests may be launched, with so many under way. Reserves its room."""
+        others = [s for s in self._slots if s.request is not None and s not in slots]
+        if others or not self._inbox.empty() or self._closing.is_set():
+            return False
+        if self._waiting and (len(slots) < len(self._slots) or time.monotonic() - self._swept > SWEEP_S):
+            return False
+        for slot, request in zip(slots, requests, strict=True):
+            if request is None or slot.request is not request or request.cancelled.is_set():
+                return False
+            limit = request.params.n_predict
+            if 0 <= limit <= slot.n_decoded + ahead or len(slot.sequence) + ahead + 1 > self._n_ctx:
+                return False
+            try:
+                slot.sequence.reserve(ahead + 1)
+            except KVCacheFull:
+                return False
+        return True
+
+    def _take_sampled(self, token: int, slots: list[Slot]) -> None:
+        """A token that the GPU has sampled for a slot's request."""
+        slot = slots[0]
+        assert slot.sampler is not None
+        slot.sequence.extend([slot.todo[0]])
+        slot.sampler.take_ahead()
+        self._take(slot, SampledToken(token))
 
     def _emit(self, logits: np.ndarray, slots: list[Slot]) -> None:
         """Sample from the logits of a slot's last token and tell its request."""
@@ -347,8 +417,12 @@ class Engine:
         if request.params.n_predict == 0:
             self._finish(slot, "limit")
             return
-        sampled = sampler.sample(logits)
-        token = sampled.token
+        self._take(slot, sampler.sample(logits))
+
+    def _take(self, slot: Slot, sampled: SampledToken) -> None:
+        """Count a sampled token and tell the slot's request."""
+        request, sampler, token = slot.request, slot.sampler, sampled.token
+        assert request is not None and sampler is not None
         sampler.accept(token)
         if slot.n_decoded == 0:
             slot.first_token = time.monotonic()
@@ -418,6 +492,8 @@ class Engine:
                 slot.sequence.truncate(0)
                 if request is not None:
                     request.events.put(ErrorEvent(error))
+            if isinstance(error, DeviceLostError):
+                raise error from None
 
     def _drain(self) -> None:
         """At the end of the thread: end every request, so that no reader waits for ever."""

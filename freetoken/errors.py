@@ -9,18 +9,22 @@ FreeTokenError
 │   └── ContextExceededError    prompt longer than the context            HTTP 400
 ├── NotReadyError          the model is still loading                     HTTP 503
 └── EngineError            the engine failed while working for a request  HTTP 500
+    ├── PinRefusedError    the system does not lock this host memory for the GPU
+    └── DeviceLostError    the GPU failed for good: the process must be started again
 """
 
 from __future__ import annotations
 
 __all__ = [
     "ContextExceededError",
+    "DeviceLostError",
     "EngineError",
     "FreeTokenError",
     "MissingShardError",
     "ModelFileError",
     "NotReadyError",
     "OptionError",
+    "PinRefusedError",
     "RequestError",
     "UnsupportedModelError",
 ]
@@ -89,3 +93,11 @@ class NotReadyError(FreeTokenError):
 
 class EngineError(FreeTokenError):
     """The engine failed; the request that it worked for gets this."""
+
+
+class PinRefusedError(EngineError):
+    """The system does not lock a range of host memory for the GPU; others may still be, and work goes on without."""
+
+
+class DeviceLostError(EngineError):
+    """The GPU has failed in a way that leaves no call of it usable in this process."""

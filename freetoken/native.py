@@ -50,6 +50,7 @@ __all__ = [
     "aligned_zeros",
     "attn_scratch_bytes",
     "can_decode",
+    "copy_runs",
     "cpu_features",
     "cpu_quota",
     "experts_scratch_bytes",
@@ -134,6 +135,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ft_many_scratch_bytes": (_I64, [_PTR]),
     "ft_many_run": (_INT, [_PTR, _PTR]),
     "ft_read_bytes": (_INT, [_PTR, _PTR, _I64, _PTR]),
+    "ft_copy_runs": (_INT, [_PTR, _PTR, _I64, _PTR]),
     "ft_call_rows": (_INT, [_PTR, _PTR, _INT, _PTR, _I64, _I64, _PTR, _PTR]),
     "ft_dequantize": (_INT, [_PTR, _INT, _PTR, _I64, _I64, _I64, _PTR]),
 }
@@ -231,6 +233,14 @@ def can_decode(type_id: int) -> bool:
         if address is not None:
             library.ft_set_to_float(type_id, address)
     return bool(library.ft_can_decode(type_id))
+
+
+def copy_runs(function: int, runs: np.ndarray, stream: int) -> int:
+    """Call cuMemcpyHtoDAsync, whose address is `function`, for runs uint64 [n, 3] (device address, host address, bytes)
+    on a stream. Returns 0, or its first other result."""
+    if runs.dtype != np.uint64 or runs.ndim != 2 or runs.shape[1] != 3 or not runs.flags.c_contiguous:
+        raise EngineError(f"runs to copy must be contiguous uint64 [n, 3], got {runs.dtype} {runs.shape}")
+    return int(_library().ft_copy_runs(function, runs.ctypes.data, len(runs), stream))
 
 
 def has_many(type_id: int) -> bool:

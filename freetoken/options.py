@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["NUMA_STRATEGIES", "EngineOptions", "ModelOptions", "ServerOptions"]
+__all__ = ["MOE_BACKENDS", "NUMA_STRATEGIES", "EngineOptions", "ModelOptions", "ServerOptions"]
 
+MOE_BACKENDS = ("auto", "fused", "offload")
+"""How routed experts run on a GPU: all in slots, or misses filled over PCIe; auto takes fused where all fit."""
 NUMA_STRATEGIES = ("distribute", "isolate", "numactl")
 
 
@@ -34,12 +36,51 @@ class EngineOptions:
     n_threads_batch: int = 0
     n_gpu_layers: int = -1
     """Layers on the GPU, -1 for as many as are useful, -2 for all."""
+    gpu: int | None = 0
+    """The card, as the driver numbers it; None for no GPU."""
+    is_gpu_named: bool = False
+    """Whether the card was asked for by name, so that it is an error not to have it."""
+    moe_backend: str = "auto"
+    """One of MOE_BACKENDS."""
+    moe_cache_size: int = 0
+    """Slots for experts of all layers together; 0 leaves it to moe_cache_rate."""
+    moe_cache_rate: float = 0.0
+    """The same as a share of all experts; 0 fills the card."""
+    cpu_moe: bool = False
+    """No layer's experts take slots of the cache."""
+    n_cpu_moe: int = 0
+    """The first so many layers' experts take no slots of the cache."""
+    override_tensors: tuple[tuple[str, str], ...] = ()
+    """(regular expression, "CPU" or "CUDA0"): where tensors whose name it finds shall lie. The first that fits counts,
+    before cpu_moe and n_cpu_moe."""
+    memory_ratio: float = 0.9
+    """Share of the card's free memory that we may take."""
+    memory_margin_mib: int = 0
+    """MiB of the card's free memory that we leave, where that is more than memory_ratio leaves."""
+    kv_reserve_tokens: int = 8192
+    """Tokens of context that experts never take room from, where n_ctx is 0."""
+    fit: bool = True
+    """Whether what was not given (context, layers on the GPU) may shrink until the model fits on the card."""
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     numa: str | None = None
     """With several memory nodes: one of NUMA_STRATEGIES; None leaves placement to the system."""
     n_planes: int = 2
     """int8 planes of a quantised activation: 2 (16 bits) or 1 (8 bits, llama.cpp's precision)."""
+
+    @property
+    def moe_cache_auto(self) -> bool:
+        """Whether the experts' cache takes what the card has left."""
+        return not self.moe_cache_size and not self.moe_cache_rate
+
+    @property
+    def is_gpu_asked(self) -> bool:
+        """Whether layers on a GPU were asked for, not only left to us."""
+        return self.gpu is not None and (self.is_gpu_named or self.n_gpu_layers > 0 or self.n_gpu_layers == -2)
+
+    @property
+    def is_gpu_off(self) -> bool:
+        return self.gpu is None or self.n_gpu_layers == 0
 
     @property
     def n_chunk(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListOf
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,11 +18,14 @@ from freetoken.batch import Batch, Stopped
 from freetoken.cpu.decode import Decoder
 from freetoken.errors import OptionError
 from freetoken.gguf import ModelFile
+from freetoken.gpu.verdict import choose_device
 from freetoken.kvcache import KVCache, KVShape, Sequence, n_pages_for
 from freetoken.options import EngineOptions
+from freetoken.plan import GpuPlan
+from freetoken.sampler import Sampler
 from freetoken.spec import ModelSpec
 
-__all__ = ["MAX_STEPPED", "Runner", "import_prefill"]
+__all__ = ["MAX_STEPPED", "Launched", "Runner", "import_prefill"]
 
 MAX_STEPPED = 48
 """Chunks up to this long run as decode steps of 8 tokens: their bits are those of tokens that come one by one, and
@@ -38,6 +41,40 @@ class LongPass(Protocol):
         """Logits fp32 [n_outputs, n_vocab]. Raises Stopped."""
 
 
+class Placement(Protocol):
+    """`gpu.place.Placement` as it is used here."""
+
+    plan: GpuPlan
+
+
+class OnGpu(Protocol):
+    """`gpu.model.GpuModel` as it is used here."""
+
+    max_stepped: int
+    """Chunks up to this long run as decode steps."""
+    n_chunk: int
+    first_layer: int
+    """Layers before it run on the CPU."""
+
+    def run(self, batch: Batch, should_stop: Callable[[], bool] | None, hidden: np.ndarray | None = None) -> np.ndarray:
+        """Logits fp32 [n_outputs, n_vocab]; `hidden` are the states behind the layers on the CPU. Raises Stopped."""
+
+    def expert_counters(self) -> np.ndarray | None:
+        """Of all layers, None without experts."""
+
+    def launch(self, batch: Batch, chains: ListOf[Any], uniforms: ListOf[float], *, follows: bool) -> Launched:
+        """Start a decode step that samples."""
+
+    def close(self) -> None: ...
+
+
+class Launched(Protocol):
+    """A decode step under way that samples its tokens itself."""
+
+    def wait(self) -> tuple[list[int], list[int]]:
+        """Tokens, and for each 0, or 1 where the host must sample it."""
+
+
 class Runner:
     """Owns what a model needs to run; `close` gives the threads back."""
 
@@ -49,9 +86,11 @@ class Runner:
         *,
         n_ctx: int | None = None,
         n_sequences: int = 1,
+        placement: Placement | None = None,
     ) -> None:
         """`n_ctx` is the longest sequence (default: the options' or the model's context). n_sequences share the pages:
-        each can be full where `options.n_parallel` is given, else their total is `n_ctx`.
+        each can be full where `options.n_parallel` is given, else their total is `n_ctx`. Runs on the GPU that the
+        options name, where it can be used, or where `placement` says; a context that was not given may shrink to it.
 
         Raises ModelFileError for missing or misshapen tensors, OptionError for an unknown cache type, and EngineError
         where the cache cannot be reserved.
@@ -64,20 +103,39 @@ class Runner:
         self._file, self._numa = file, options.numa
         cpus = numa.place(options.numa)  # before weights are read
         self.n_ctx = n_ctx or options.n_ctx or spec.n_ctx_train
+        placement = placement or self._place(file, spec, options, n_sequences)
         self.n_threads = options.n_threads or native.physical_cores()
         self.n_threads_batch = options.n_threads_batch or self.n_threads
-        self._n_chunk = options.n_chunk
+        self.n_chunk = options.n_chunk
         self._model = arch.build(file, spec)
-        n_pages = n_pages_for(self.n_ctx)
-        n_spare = n_sequences - 1  # a last page of each sequence that is not full
-        capacity = n_pages * n_sequences if options.n_parallel > 0 else n_pages + n_spare
-        shapes = [KVShape(n_kv, spec.head_dim_k, spec.head_dim_v) for n_kv in spec.n_kv]
-        self.cache = KVCache(shapes, capacity, options.cache_type_k)
         self._pool = _pool(self.n_threads, cpus)
         is_same = self.n_threads_batch == self.n_threads
         self._pool_batch = self._pool if is_same else _pool(self.n_threads_batch, cpus)
-        self._decoder = Decoder(self._pool, self._model, self.cache, n_pages, options.n_planes)
+        self.gpu: OnGpu | None = None
+        shapes = [KVShape(n_kv, spec.head_dim_k, spec.head_dim_v) for n_kv in spec.n_kv]
+        if placement is not None:
+            self.n_ctx, first = placement.plan.n_ctx, placement.plan.first_layer
+            self.cache = KVCache(shapes[:first], placement.plan.n_pages, options.cache_type_k)
+            if first:
+                self._decoder = Decoder(
+                    self._pool, self._model, self.cache, n_pages_for(self.n_ctx), options.n_planes, n_layers=first
+                )
+            gpu: OnGpu = import_gpu().GpuModel(file, spec, options, self._model, placement, self._pool)
+            self.gpu, self.n_chunk = gpu, gpu.n_chunk
+        else:
+            n_pages = n_pages_for(self.n_ctx)
+            n_spare = n_sequences - 1  # a last page of each sequence that is not full
+            capacity = n_pages * n_sequences if options.n_parallel > 0 else n_pages + n_spare
+            self.cache = KVCache(shapes, capacity, options.cache_type_k)
+            self._decoder = Decoder(self._pool, self._model, self.cache, n_pages, options.n_planes)
         self._prefill: LongPass | None = None
+
+    def _place(self, file: ModelFile, spec: ModelSpec, options: EngineOptions, n_sequences: int) -> Placement | None:
+        card = choose_device(options)
+        if card is None:
+            return None
+        placed: Placement | None = import_gpu().place(file, spec, options, card, self.n_ctx, n_sequences)
+        return placed
 
     def new_sequence(self) -> Sequence:
         """An empty sequence that the caller keeps, truncates for reuse, and releases."""
@@ -130,21 +188,46 @@ class Runner:
             some = sequences[first : first + native.MAX_TOKENS]
             positions = np.asarray([len(s) for s in some], np.int32)
             these = np.asarray(tokens[first : first + len(some)], np.int32)
-            logits.append(self._decoder.run(Batch(these, positions, [s.page_table for s in some], len(some))))
+            logits.append(self._run(Batch(these, positions, [s.page_table for s in some], len(some)), None))
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.extend([token])
         return logits[0] if len(logits) == 1 else np.concatenate(logits)
 
+    def expert_counters(self) -> np.ndarray | None:
+        """int64 [n_layer, 5] by `experts.slots.COUNTERS`, None where no experts take slots."""
+        return None if self.gpu is None else self.gpu.expert_counters()
+
+    def chains(self, samplers: ListOf[Sampler]) -> list[Any] | None:
+        """How the GPU samples for these requests, None where the host must for one of them, or the device is none."""
+        if self.gpu is None or self.gpu.first_layer or len(samplers) > native.MAX_TOKENS:
+            return None
+        found = [import_gpu().device_chain(sampler) for sampler in samplers]
+        return None if None in found else found
+
+    def launch(
+        self, sequences: ListOf[Sequence], tokens: ListOf[int], chains: ListOf[Any], uniforms: ListOf[float], ahead: int
+    ) -> Launched:
+        """Start a decode step that samples, with `ahead` others of these sequences under way; if there are any it takes
+        the last one's tokens. The caller has reserved room, and counts the tokens in the sequences when it has them.
+        """
+        assert self.gpu is not None
+        positions = np.asarray([len(s) + ahead for s in sequences], np.int32)
+        batch = Batch(np.asarray(tokens, np.int32), positions, [s.page_table for s in sequences], len(sequences))
+        return self.gpu.launch(batch, chains, uniforms, follows=ahead > 0)
+
     def close(self) -> None:
-        """End the threads. The runner must not be used afterwards."""
+        """Free the GPU and end the threads. The runner must not be used afterwards."""
+        if self.gpu is not None:
+            self.gpu.close()
         self._pool.close()
         self._pool_batch.close()
 
     def _pieces(self, tokens: ListOf[int]) -> Iterator[ListOf[int]]:
         """What runs at once: chunks of `EngineOptions.n_chunk`, short ones cut into steps."""
-        for first in range(0, len(tokens), self._n_chunk):
-            chunk = tokens[first : first + self._n_chunk]
-            size = native.MAX_TOKENS if len(chunk) <= MAX_STEPPED else len(chunk)
+        for first in range(0, len(tokens), self.n_chunk):
+            chunk = tokens[first : first + self.n_chunk]
+            max_stepped = MAX_STEPPED if self.gpu is None else self.gpu.max_stepped
+            size = native.MAX_TOKENS if len(chunk) <= max_stepped else len(chunk)
             for at in range(0, len(chunk), size):
                 yield chunk[at : at + size]
 
@@ -156,14 +239,34 @@ class Runner:
         is_short = n <= native.MAX_TOKENS
         n_outputs = 1 if want_logits or is_short else 0  # a program without outputs would be one more to record
         batch = Batch(np.asarray(piece, np.int32), positions, [sequence.page_table] * n, n_outputs)
-        logits = self._decoder.run(batch) if is_short else self._long_pass().run(batch, should_stop)
+        logits = self._run(batch, should_stop)
         return logits[0] if want_logits else None
+
+    def _run(self, batch: Batch, should_stop: Callable[[], bool] | None) -> np.ndarray:
+        if self.gpu is None:
+            return self._run_on_cpu(batch, should_stop)
+        hidden = self._run_on_cpu(batch, should_stop) if self.gpu.first_layer else None
+        return self.gpu.run(batch, should_stop, hidden)
+
+    def _run_on_cpu(self, batch: Batch, should_stop: Callable[[], bool] | None) -> np.ndarray:
+        """Logits, or hidden states where layers on a GPU follow."""
+        if batch.n <= native.MAX_TOKENS:
+            return self._decoder.run(batch)
+        return self._long_pass().run(batch, should_stop)
 
     def _long_pass(self) -> LongPass:
         if self._prefill is None:
             make = import_prefill()
-            self._prefill = make(self._pool_batch, self._model, self.cache, self._decoder.head_logits)
+            n_layers = self.gpu.first_layer if self.gpu is not None else None
+            self._prefill = make(self._pool_batch, self._model, self.cache, self._decoder.head_logits, n_layers)
         return self._prefill
+
+
+def import_gpu() -> Any:
+    """`freetoken.gpu.model`, which comes with torch and triton: imported where a GPU may be used."""
+    from freetoken.gpu import model
+
+    return model
 
 
 def import_prefill() -> Callable[..., LongPass]:

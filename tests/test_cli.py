@@ -295,15 +295,6 @@ def test_bad_variables_are_named(name: str, value: str) -> None:
         parse(**{name: value})
 
 
-def test_gpu_layers_say_once_that_there_is_no_gpu_engine(caplog: pytest.LogCaptureFixture) -> None:
-    flags.engine_options(parse("-ngl", "99"))
-    assert caplog.text.count("-ngl has no effect") == 1
-    caplog.clear()
-    for value in ("0", "auto"):
-        flags.engine_options(parse("-ngl", value))
-    assert not caplog.records
-
-
 def test_flags_without_effect_say_so(caplog: pytest.LogCaptureFixture) -> None:
     flags.model_options(parse("-m", "x", "--no-jinja"))
     flags.server_options(parse("--webui"))

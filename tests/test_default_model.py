@@ -11,6 +11,7 @@ from freetoken.chat import load_template, prompt_tokens
 from freetoken.cli import default_model as module
 from freetoken.cli import flags
 from freetoken.cli.default_model import FILE_NAME, default_model
+from freetoken.cli.parser import Parser
 from freetoken.errors import OptionError
 from freetoken.gguf import open_model
 from freetoken.spec import read_spec
@@ -24,7 +25,7 @@ needs_model = pytest.mark.skipif(not SHIPPED.exists(), reason=f"{SHIPPED} is not
 
 
 def arguments(*words: str) -> argparse.Namespace:
-    parser = flags.Parser("ft test", "")
+    parser = Parser("ft test", "")
     flags.add_model_flags(parser)
     return parser.parse_args(list(words))
 

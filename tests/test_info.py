@@ -11,6 +11,7 @@ import pytest
 from gguf_files import TensorBytes
 
 from freetoken.cli.main import main
+from freetoken.gpu import driver
 from freetoken.quants import GgmlType
 
 MIXED = {
@@ -157,3 +158,20 @@ def test_smollm2(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     info = facts(capsys, smollm2_path)
     assert info["supported"] and info["n_params"] == 134_515_008 and info["experts"] is None
     assert {row["type"] for row in info["groups"]} == {"Q8_0", "Q4_1", "F32"}
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(driver, "find_devices", list)
+    monkeypatch.setattr(driver, "why_no_device", lambda: "no driver")
+    assert main(["info", "--devices"]) == 0
+    assert capsys.readouterr().out == "no GPU: no driver\n"
+    card = driver.Device(0, "Card", "GPU-0", (5, 2), 16, 8 << 30, 12080, True, False, True)
+    monkeypatch.setattr(driver, "find_devices", lambda: [card])
+    monkeypatch.setattr(driver, "why_no_device", lambda: "")
+    assert main(["info", "--devices"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("CUDA0          Card\n") and "5.2, 16 SMs" in out and "CUDA 12.8" in out
+    assert "cannot be locked in place" in out and "usable         no: the card has compute capability 5.2" in out
+    assert main(["info", "--devices", "--json"]) == 0
+    (facts,) = json.loads(capsys.readouterr().out)
+    assert facts["n_sm"] == 16 and facts["total_bytes"] == 8 << 30 and "7.5" in facts["problem"]

@@ -449,3 +449,18 @@ def test_a_tiny_temperature_is_greedy(value: float) -> None:
     assert ours(SamplingParams(temperature=value, n_probs=5, post_sampling_probs=True), logits, []) == {
         int(logits.argmax()): 1.0
     }
+
+
+def test_numbers_drawn_ahead_keep_their_order() -> None:
+    params = replace(OFF, n_probs=0)
+    alone, ahead = Sampler(params, Words()), Sampler(params, Words())
+    rows = [logits_of(i) for i in range(8)]
+    expected = [alone.sample(row).token for row in rows]
+    numbers = [ahead.draw_ahead(place) for place in (0, 1, 2)]
+    assert numbers[0] == ahead.draw_ahead() and len(set(numbers)) == 3
+    ahead.take_ahead()  # the first was drawn elsewhere
+    assert ahead.draw_ahead() == numbers[1]
+    assert [ahead.sample(row).token for row in rows[1:]] == expected[1:]
+    greedy = Sampler(replace(params, temperature=0.0), Words())
+    assert greedy.draw_ahead() == 0.0
+    greedy.take_ahead()

@@ -11,13 +11,12 @@ import argparse
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from freetoken.cli.default_model import default_model
-from freetoken.cli.parser import Parser
+from freetoken.cli.flag import FLOAT_MAX, INT_MAX, Flag, add_flags, given, real, whole, words
+from freetoken.cli.flags_gpu import GPU, gpu_fields
 from freetoken.errors import OptionError
 from freetoken.options import NUMA_STRATEGIES, EngineOptions, ModelOptions, ServerOptions
 from freetoken.request import SamplingParams
@@ -34,45 +33,13 @@ __all__ = [
     "sampling_params",
     "server_options",
     "verbosity",
+    "words",
 ]
 
 log = logging.getLogger(__name__)
 
-Convert = Callable[[str], Any]
-INT_MAX = 2**31 - 1
-FLOAT_MAX = 3.4e38
 _CACHE_TYPES = ("f16", "f32")
 _VERBOSE = 9
-
-
-def whole(low: int = 0, high: int = INT_MAX) -> Convert:
-    """A converter of whole numbers between two limits."""
-
-    def convert(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{value} does not lie between {low} and {high}")
-        return value
-
-    return convert
-
-
-def real(low: float = -FLOAT_MAX, high: float = FLOAT_MAX) -> Convert:
-    """A converter of finite numbers between two limits."""
-
-    def convert(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text} does not lie between {low:g} and {high:g}")
-        return value
-
-    return convert
 
 
 def count_or_auto(text: str) -> int:
@@ -86,11 +53,6 @@ def positive(text: str) -> float:
     if value < 1 / FLOAT_MAX:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
-
-
-def gpu_layers(text: str) -> int:
-    """ "auto" -1, "all" -2, or a number."""
-    return {"auto": -1, "all": -2}.get(text) or int(whole(-2)(text))
 
 
 def cache_type(text: str) -> str:
@@ -135,25 +97,6 @@ def file(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("the name is empty, expected a file")
     return Path(text)
-
-
-def words(text: str) -> list[str]:
-    """Words separated by commas."""
-    return [word for word in (part.strip() for part in text.split(",")) if word]
-
-
-@dataclass(frozen=True)
-class Flag:
-    """One flag. `convert` None makes it a switch; `negatives` switch it off again; `dest` is the field it sets."""
-
-    names: tuple[str, ...]
-    dest: str
-    help: str
-    convert: Convert | None = None
-    metavar: str = "N"
-    env: str | None = None
-    negatives: tuple[str, ...] = ()
-    is_list: bool = False
 
 
 MODEL = (
@@ -208,13 +151,6 @@ ENGINE = (
         numa_strategy,
         "TYPE",
         "LLAMA_ARG_NUMA",
-    ),
-    Flag(
-        ("-ngl", "--gpu-layers", "--n-gpu-layers"),
-        "n_gpu_layers",
-        "layers on the GPU: a number, auto or all; the CPU engine runs all layers itself",
-        gpu_layers,
-        env="LLAMA_ARG_N_GPU_LAYERS",
     ),
     Flag(
         ("-ctk", "--cache-type-k"),
@@ -367,70 +303,34 @@ SERVER = (
 )
 
 
-def _add(parser: argparse.ArgumentParser, title: str, flags: Iterable[Flag]) -> None:
-    """Add flags and their variables under a title of the help."""
-    group = parser.add_argument_group(title)
-    for flag in flags:
-        text = flag.help.replace("%", "%%") + (f" [{flag.env}]" if flag.env else "")
-        if flag.convert is None:
-            action = group.add_argument(
-                *flag.names, dest=flag.dest, action="store_const", const=True, default=None, help=text
-            )
-            if flag.negatives:
-                group.add_argument(
-                    *flag.negatives,
-                    dest=flag.dest,
-                    action="store_const",
-                    const=False,
-                    default=None,
-                    help="switch it off",
-                )
-        else:
-            action = group.add_argument(
-                *flag.names,
-                dest=flag.dest,
-                type=flag.convert,
-                metavar=flag.metavar,
-                default=None,
-                action="append" if flag.is_list else "store",
-                help=text,
-            )
-        if flag.env and isinstance(parser, Parser):
-            parser.add_variable(flag.env, action, flag.convert)
-
-
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Which model, how it reads prompts, and logging."""
-    _add(parser, "model", MODEL)
+    add_flags(parser, "model", MODEL)
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, without: Iterable[str] = ()) -> None:
     """How the engine runs. `without` names flags that a command does not take."""
     left_out = set(without)
-    _add(parser, "engine", [flag for flag in ENGINE if left_out.isdisjoint(flag.names)])
+    for title, flags in (("engine", ENGINE), ("GPU", GPU)):
+        add_flags(parser, title, [flag for flag in flags if left_out.isdisjoint(flag.names)])
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """The sampler, and how much to generate."""
-    _add(parser, "sampling", SAMPLING)
+    add_flags(parser, "sampling", SAMPLING)
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """Where and how to listen."""
-    _add(parser, "server", SERVER)
+    add_flags(parser, "server", SERVER)
 
 
 def verbosity(args: argparse.Namespace, default: int) -> int:
     """llama-server's log level, `default` where no flag gives one."""
     if getattr(args, "verbose", None):
         return _VERBOSE
-    given = getattr(args, "verbosity", None)
-    return default if given is None else int(given)
-
-
-def _given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Values of the flags that were given, by field."""
-    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
+    level = getattr(args, "verbosity", None)
+    return default if level is None else int(level)
 
 
 def model_options(args: argparse.Namespace) -> ModelOptions:
@@ -447,25 +347,22 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
 
 
 def engine_options(args: argparse.Namespace) -> EngineOptions:
-    """The engine's wishes."""
+    """The engine's wishes. Raises OptionError for wishes about the GPU that we cannot fulfil."""
     names = [field.name for field in dataclasses.fields(EngineOptions)]
-    options = EngineOptions(**_given(args, names))
-    if options.n_gpu_layers > 0 or options.n_gpu_layers == -2:
-        log.warning("-ngl has no effect: there is no GPU engine yet, all layers run on the CPU")
-    return options
+    return EngineOptions(**given(args, names) | gpu_fields(args))
 
 
 def sampling_fields(args: argparse.Namespace) -> dict[str, object]:
     """The fields of SamplingParams that were given."""
-    given = _given(args, [field.name for field in dataclasses.fields(SamplingParams)])
-    if given.get("seed") == -1:
-        del given["seed"]
-    if "temperature" in given:
-        given["temperature"] = max(given["temperature"], 0.0)
-    if "dry_sequence_breakers" in given:
-        breakers = given["dry_sequence_breakers"]
-        given["dry_sequence_breakers"] = () if "none" in breakers else tuple(map(_unescaped, breakers))
-    return given
+    fields = given(args, [field.name for field in dataclasses.fields(SamplingParams)])
+    if fields.get("seed") == -1:
+        del fields["seed"]
+    if "temperature" in fields:
+        fields["temperature"] = max(fields["temperature"], 0.0)
+    if "dry_sequence_breakers" in fields:
+        breakers = fields["dry_sequence_breakers"]
+        fields["dry_sequence_breakers"] = () if "none" in breakers else tuple(map(_unescaped, breakers))
+    return fields
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -475,7 +372,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 def server_options(args: argparse.Namespace) -> ServerOptions:
     """The server's wishes. Raises OptionError for a key file that cannot be read or half a TLS pair."""
-    given = _given(args, [field.name for field in dataclasses.fields(ServerOptions)])
+    fields = given(args, [field.name for field in dataclasses.fields(ServerOptions)])
     keys = [key for group in args.api_key or [] for key in group]
     if args.api_key_file is not None:
         lines = _text_of(args.api_key_file, "--api-key-file").splitlines()
@@ -484,7 +381,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         log.warning("--ui has no effect: there is no web page yet")
     if (args.ssl_key_file is None) != (args.ssl_cert_file is None):
         raise OptionError("TLS needs both --ssl-key-file and --ssl-cert-file")
-    return ServerOptions(**given, api_keys=tuple(keys), default_sampling=sampling_fields(args))
+    return ServerOptions(**fields, api_keys=tuple(keys), default_sampling=sampling_fields(args))
 
 
 def _text_of(path: Path, flag: str) -> str:

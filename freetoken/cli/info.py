@@ -1,4 +1,7 @@
-"""`ft info`: what a model file holds, as a table or as JSON. Reads the header only; also for models we cannot run."""
+"""`ft info`: what a model file holds, as a table or as JSON. Reads the header only; also for models we cannot run.
+
+`ft info --devices`: which GPUs there are, and what keeps one from being used.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,11 @@ from dataclasses import asdict, dataclass
 
 from freetoken.errors import ModelFileError, OptionError
 from freetoken.gguf import Metadata, ModelFile, StringArray, Tensor, open_model
+from freetoken.gpu import driver
+from freetoken.gpu.verdict import survey
 from freetoken.spec import check_tensors, read_spec
 
-__all__ = ["Info", "add_arguments", "read_info", "run"]
+__all__ = ["Info", "add_arguments", "read_devices", "read_info", "run"]
 
 GROUPS = ("embedding", "attention", "dense ffn", "router", "experts", "shared experts", "norms", "other", "output")
 _EXPERT = re.compile(r"blk\.(\d+)\.ffn_(?:gate|up|down|gate_up)_exps\.weight")
@@ -82,15 +87,20 @@ class Info:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `ft info`."""
-    parser.usage = "ft info FILE [--json]"
+    parser.usage = "ft info FILE [--json] | ft info --devices [--json]"
     what = "a GGUF file, any file of a split model, or a folder with one model"
     parser.add_argument("file", metavar="FILE", nargs="?", help=what)
     parser.add_argument("-m", "--model", metavar="FNAME", help="the same, spelled as the other commands do")
+    parser.add_argument("--devices", action="store_true", help="show the GPUs instead, and whether they can be used")
     parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what the file holds. Raises ModelFileError where it is no sound GGUF file."""
+    if args.devices:
+        facts = read_devices()
+        print(json.dumps(facts, indent=2) if args.json else "\n".join(_device_table(facts)))
+        return 0
     path = args.file or args.model
     if path is None:
         raise OptionError("no model is named: ft info FILE")
@@ -98,6 +108,28 @@ def run(args: argparse.Namespace) -> int:
         info = read_info(model)
     print(json.dumps(asdict(info), indent=2) if args.json else "\n".join(_table(info)))
     return 0
+
+
+def read_devices() -> list[dict[str, object]]:
+    """The facts of every card, and as `problem` what keeps it from being used, None for nothing."""
+    return [asdict(d) | {"problem": survey(d.index).problem or None} for d in driver.find_devices()]
+
+
+def _device_table(facts: list[dict[str, object]]) -> list[str]:
+    if not facts:
+        return [f"no GPU: {driver.why_no_device()}"]
+    lines = []
+    for device, values in zip(driver.find_devices(), facts, strict=True):
+        lines += [
+            f"CUDA{device.index:<11}{device.name}",
+            f"{'identity':<15}{device.uuid}",
+            f"{'capability':<15}{'.'.join(map(str, device.capability))}, {device.n_sm} SMs",
+            f"{'memory':<15}{_size(device.total_bytes)}",
+            f"{'driver':<15}CUDA {device.driver_cuda}",
+            f"{'mapped files':<15}{'can' if device.can_register_read_only else 'cannot'} be locked in place",
+            f"{'usable':<15}{'no: ' + str(values['problem']) if values['problem'] else 'yes'}",
+        ]
+    return lines
 
 
 def read_info(model: ModelFile) -> Info:

@@ -8,6 +8,7 @@ import sys
 
 from freetoken import __version__
 from freetoken.cli.flags import verbosity
+from freetoken.cli.flags_gpu import devices_text
 from freetoken.cli.log import set_up
 from freetoken.cli.parser import Parser
 from freetoken.errors import FreeTokenError
@@ -101,6 +102,9 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     if args.version:
         print(f"version: {__version__}")
+        return 0
+    if getattr(args, "list_devices", None):
+        print(devices_text())
         return 0
     set_up(verbosity(args, _LOG_LEVELS.get(first, 2)), getattr(args, "log_file", None))
     return int(command.run(args))

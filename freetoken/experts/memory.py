@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from freetoken.experts.bank import LayerBanks
-from freetoken.experts.slots import SlotState
+from freetoken.experts.slots import Pool, SlotState
 from freetoken.kernels import layout
 from freetoken.kernels.fills import FillBank, fill, fill_bank
 from freetoken.kernels.slots import StepOutputs
@@ -35,6 +35,7 @@ class SlotMemory:
         memory = {
             pool: torch.empty((pool.n, pool.slot_bytes), dtype=torch.uint8, device=device) for pool in state.pools
         }
+        self._memory = memory
         self.pools = {layer: memory[pool] for layer, pool in state.pool_of.items()}
         self.offsets: dict[int, tuple[int, ...]] = {}
         self._banks: dict[int, tuple[FillBank, ...]] = {}
@@ -48,6 +49,14 @@ class SlotMemory:
                 fill_bank(bank.type, bank.rows, bank.cols, bank.address, at, device)
                 for bank, at in zip(layer.banks, self.offsets[i], strict=True)
             )
+
+    def of_pool(self, pool: Pool) -> torch.Tensor:
+        """A pool's slots, uint8 [n_slots, slot_bytes]."""
+        return self._memory[pool]
+
+    def banks(self, layer: int) -> tuple[FillBank, ...]:
+        """A layer's banks as the fill kernel reads them."""
+        return self._banks[layer]
 
     def fill(self, layer: int, step: StepOutputs) -> None:
         """One launch that copies the fills of a layer's step into their slots."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple, Protocol
 
@@ -51,10 +52,11 @@ class Sampler:
 
     def __init__(self, params: SamplingParams, vocab: Vocabulary, history: Collection[int] = ()) -> None:
         check_params(params, vocab.n_vocab)
-        self._params = params
+        self.params = params
         self.seed = _seed(params.seed)
         """The seed in use."""
         self._random = np.random.Generator(np.random.PCG64(self.seed))
+        self._ahead: deque[float] = deque()
         self._bias_tokens, self._bias = _biases(params, vocab)
         self._penalties = Penalties(
             params.repeat_last_n, params.repeat_penalty, params.frequency_penalty, params.presence_penalty
@@ -70,8 +72,12 @@ class Sampler:
         self._mirostat: Mirostat | None = None
         if params.mirostat and params.temperature > 0:
             self._mirostat = Mirostat(params.mirostat, vocab.n_vocab, params.mirostat_tau, params.mirostat_eta)
-        self._is_greedy = _is_greedy(params)
-        self._steps = self._chain()
+        self.is_greedy = _is_greedy(params)
+        """Whether the largest logit is taken after bias and penalties, without a random number."""
+        chain = self._chain()
+        self.active_steps = tuple(name for name, _ in chain)
+        """The steps that change anything, in order: all that runs but for bias and mirostat."""
+        self._steps = [step for _, step in chain]
         self._penalties.start(history)
         self._dry.start(history)
 
@@ -79,6 +85,33 @@ class Sampler:
         """The token is part of the text now."""
         self._penalties.accept(token)
         self._dry.accept(token)
+
+    @property
+    def biases(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens int64, all different, whose logits are changed before the chain, and by how much, fp32: the request's
+        biases and -inf for banned tokens."""
+        return self._bias_tokens, self._bias
+
+    @property
+    def has_mirostat(self) -> bool:
+        return self._mirostat is not None
+
+    def draw_ahead(self, place: int = 0) -> float:
+        """The random number in [0, 1) of the next draw (or of a later one), left in its place in the stream.
+
+        For a draw elsewhere: `take_ahead` is told of it, and where it fails `sample` draws with the same number. A
+        greedy sampler needs no number and says 0.
+        """
+        if self.is_greedy:
+            return 0.0
+        while len(self._ahead) <= place:
+            self._ahead.append(self._random.random())
+        return self._ahead[place]
+
+    def take_ahead(self) -> None:
+        """A token was drawn elsewhere with the next random number."""
+        if not self.is_greedy:
+            self._ahead.popleft()
 
     def sample(self, logits: np.ndarray) -> SampledToken:
         """Draw a token from logits fp32 [n_vocab], which stay as they are.
@@ -100,25 +133,25 @@ class Sampler:
             step(candidates)
             if not np.isfinite(candidates.logits.max(initial=-np.inf)):
                 raise RequestError("the sampler's settings lead beyond fp32: the largest logit is not finite any more")
-        if self._is_greedy:
+        if self.is_greedy:
             index = candidates.top()
         elif self._mirostat is not None:
             index = self._mirostat.choose(candidates, self._draw)
         else:
             index = self._draw(candidates.probabilities())
         token = candidates.token(index)
-        if not self._params.n_probs:
+        if not self.params.n_probs:
             return SampledToken(token)
-        if self._params.post_sampling_probs:
+        if self.params.post_sampling_probs:
             return self._after(candidates, index, token)
-        return _before(logits, token, self._params.n_probs)
+        return _before(logits, token, self.params.n_probs)
 
-    def _chain(self) -> list[Step]:
+    def _chain(self) -> list[tuple[str, Step]]:
         """The steps that change anything, in order. A greedy chain ends with its last penalty: the steps after it
         leave the largest logit where it is."""
-        p = self._params
+        p = self.params
         if p.mirostat:
-            return [] if self._is_greedy else [self._temperature]
+            return [] if self.is_greedy else [("temperature", self._temperature)]
         available: dict[str, tuple[bool, Step]] = {
             "penalties": (self._penalties.is_active, self._penalties.apply),
             "dry": (self._dry.is_active, self._dry.apply),
@@ -131,24 +164,27 @@ class Sampler:
             "temperature": (p.temperature != 1 or p.dynatemp_range > 0, self._temperature),
         }
         active = [name for name in p.samplers if available[name][0]]
-        if self._is_greedy and not (p.n_probs and p.post_sampling_probs):
+        if self.is_greedy and not (p.n_probs and p.post_sampling_probs):
             while active and active[-1] not in ("penalties", "dry"):
                 active.pop()
-        return [available[name][1] for name in active]
+        return [(name, available[name][1]) for name in active]
 
     def _temperature(self, candidates: Candidates) -> None:
-        p = self._params
+        p = self.params
         spread = 0.0 if p.mirostat else p.dynatemp_range
         steps.temperature(candidates, p.temperature, spread, p.dynatemp_exponent)
 
     def _xtc(self, candidates: Candidates) -> None:
-        if len(candidates) > 1 and self._random.random() <= self._params.xtc_probability:
-            steps.xtc(candidates, self._params.xtc_threshold, self._params.min_keep)
+        if len(candidates) > 1 and self._number() <= self.params.xtc_probability:
+            steps.xtc(candidates, self.params.xtc_threshold, self.params.min_keep)
+
+    def _number(self) -> float:
+        return self._ahead.popleft() if self._ahead else self._random.random()
 
     def _draw(self, probabilities: np.ndarray) -> int:
         """An entry number, each as likely as its probability; one random number a draw."""
         sums = np.cumsum(probabilities, dtype=np.float64)
-        index = int(np.searchsorted(sums, self._random.random() * sums[-1], side="right"))
+        index = int(np.searchsorted(sums, self._number() * sums[-1], side="right"))
         return min(index, len(sums) - 1)
 
     def _after(self, candidates: Candidates, index: int, token: int) -> SampledToken:
@@ -156,7 +192,7 @@ class Sampler:
         probabilities = candidates.probabilities()
         with np.errstate(divide="ignore"):
             logprobs = np.log(probabilities)
-        top = [int(i) for i in candidates.largest(self._params.n_probs) if probabilities[i] > 0]
+        top = [int(i) for i in candidates.largest(self.params.n_probs) if probabilities[i] > 0]
         return SampledToken(
             token, float(logprobs[index]), tuple(TokenProb(candidates.token(i), float(logprobs[i])) for i in top)
         )

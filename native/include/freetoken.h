@@ -148,6 +148,17 @@ FT_API int ft_many_run(ft_pool *pool, const ft_op *op); /* 0, -1: malformed, -2:
 FT_API int ft_dequantize(ft_pool *pool, int type, const void *src, int64_t n_rows, int64_t n_cols, int64_t row_bytes,
                          float *dst);
 
+/* --- copies to a GPU ---------------------------------------------------------------------------------------- */
+typedef struct {
+  uint64_t to;   /* device address */
+  uint64_t from; /* host address */
+  uint64_t n_bytes;
+} ft_copy;
+/* Call `copy` (with the signature of cuMemcpyHtoDAsync) for each run in order, on `stream`. 0, or its first other result;
+ * later runs are not copied then. */
+typedef int (*ft_copy_fn)(uint64_t to, const void *from, size_t n_bytes, void *stream);
+FT_API int ft_copy_runs(ft_copy_fn copy, const ft_copy *runs, int64_t n, void *stream);
+
 /* --- measuring ---------------------------------------------------------------------------------------------- */
 /* Read n_bytes by all threads and nothing else; *sum = sum of the 64-bit words (a last part of one counts as padded with
  * zeros). 0 or -1. */

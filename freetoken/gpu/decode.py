@@ -1,0 +1,227 @@
+"""Decode on the GPU: a forward pass of up to 8 tokens as one CUDA graph, captured on first use.
+
+There is a graph for each number of rows, of outputs, and for each size of context, since the attention's grid covers
+the longest context of its graph. On other devices (Triton's interpreter) the same launches run one by one. The
+arithmetic is docs/numerics.md's: logits have the bits of the CPU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from freetoken.batch import Batch
+from freetoken.blocks import Model, Weight
+from freetoken.gpu.arena import Arena
+from freetoken.gpu.failures import translated
+from freetoken.gpu.inputs import N_MIRRORS, Draws, Inputs
+from freetoken.gpu.kv import DeviceKV
+from freetoken.gpu.lower import ExpertLaunches, Launch, Lowering, Room
+from freetoken.gpu.trace import Trace
+from freetoken.gpu.weights import DeviceWeights, weight_class
+from freetoken.kernels.activations import MAX_TOKENS, empty_activation, quantize
+from freetoken.kernels.attention import max_splits
+from freetoken.kernels.bias import add_biases
+from freetoken.kernels.matvec import matvec
+from freetoken.kernels.sampler import SampleRoom, sample
+
+__all__ = ["GpuDecoder", "Step"]
+
+FIRST_CONTEXT = 2048
+CONTEXT_GROWTH = 4
+"""Graphs are captured for contexts of 2048 positions, four times as many, and so on to the longest."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a program is made for."""
+
+    n: int
+    n_outputs: int
+    n_positions: int
+    is_sampled: bool
+
+
+@dataclass(frozen=True)
+class Program:
+    """Launches with what they point at, and how to run them all."""
+
+    lowered: Lowering
+    replay: Callable[[], None]
+
+
+class Step:
+    """A step that has been launched and samples its tokens itself."""
+
+    def __init__(self, results: torch.Tensor, done: torch.cuda.Event | None) -> None:
+        self._results = results
+        self._done = done
+
+    def wait(self) -> tuple[list[int], list[int]]:
+        """Tokens, and for each 0, or 1 where the host must sample it. To be asked once, in the order of the steps."""
+        if self._done is not None:
+            with translated(self._results.device):
+                self._done.synchronize()
+        tokens, status = self._results.tolist()
+        return tokens, status
+
+
+class GpuDecoder:
+    """Runs forward passes of up to 8 rows of any sequences. Used by the engine thread only."""
+
+    def __init__(
+        self,
+        model: Model,
+        weights: DeviceWeights,
+        kv: DeviceKV,
+        inputs: Inputs,
+        experts: ExpertLaunches | None,
+        n_positions: int,
+        n_planes: int,
+        n_embd: int,
+        first_layer: int = 0,
+    ) -> None:
+        """`n_positions` is the longest context of a sequence; layers before `first_layer` run elsewhere."""
+        self._model = model
+        self._first_layer = first_layer
+        self._n_embd = n_embd
+        self._weights = weights
+        self._kv = kv
+        self._inputs = inputs
+        self._experts = experts
+        self._n_positions = n_positions
+        self._n_planes = n_planes
+        self._arena = Arena(weights.device)
+        self._programs: dict[Shape, Program] = {}
+        self._rooms: dict[int, Room] = {}
+        self._host: torch.Tensor | None = None
+        self._is_cuda = weights.device.type == "cuda"
+        self._sample_room: SampleRoom | None = None
+        self._sampled = torch.zeros((2, MAX_TOKENS), dtype=torch.int32, device=weights.device)
+        self._results = [
+            torch.zeros((2, MAX_TOKENS), dtype=torch.int32, pin_memory=self._is_cuda) for _ in range(N_MIRRORS)
+        ]
+        self._turn = 0
+
+    def run(self, batch: Batch, hidden: np.ndarray | None = None) -> np.ndarray:
+        """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab], the caller's own. `hidden` fp32 [n,
+        n_embd] are the states behind the layers that ran elsewhere."""
+        program = self.program(batch.n, batch.n_outputs, int(batch.positions.max()) + 1)
+        self._inputs.fill(batch, hidden=hidden)
+        program.replay()
+        return self._read(program.lowered.logits)
+
+    def launch(self, batch: Batch, draws: Draws, *, follows: bool) -> Step:
+        """Start a step that samples a token for each row; does not wait. With `follows` its tokens are those that the
+        step before sampled, whatever the batch says. At most N_MIRRORS - 1 steps may be under way."""
+        program = self.program(batch.n, batch.n, int(batch.positions.max()) + 1, is_sampled=True)
+        self._inputs.fill(batch, draws, keep_tokens=follows)
+        program.replay()
+        self._turn = (self._turn + 1) % N_MIRRORS
+        results = self._results[self._turn][:, : batch.n]
+        results.copy_(self._sampled[:, : batch.n], non_blocking=True)
+        done = None
+        if self._is_cuda:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        return Step(results, done)
+
+    def program(self, n: int, n_outputs: int, n_positions: int, *, is_sampled: bool = False) -> Program:
+        """The program of a step whose longest context is n_positions."""
+        shape = Shape(n, n_outputs, self._context_size(n_positions), is_sampled)
+        if shape not in self._programs:
+            self._programs[shape] = self._make(shape)
+        return self._programs[shape]
+
+    def head_logits(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """Logits of states that came from elsewhere: fp32 [n, rows] of x [n, cols], by the same arithmetic."""
+        out = torch.empty((len(x), weight.rows), dtype=torch.float32, device=x.device)
+        matrix = self._weights.matrix(weight)
+        cls = weight_class(weight.type)
+        for first in range(0, len(x), MAX_TOKENS):
+            some = x[first : first + MAX_TOKENS].contiguous()
+            if cls:
+                rows = empty_activation(cls, len(some), weight.cols, x.device)
+                quantize(some, rows, self._n_planes)
+            matvec(matrix, rows if cls else some, out[first : first + len(some)])
+        return out
+
+    def _context_size(self, n_positions: int) -> int:
+        size = FIRST_CONTEXT
+        while size < n_positions:
+            size *= CONTEXT_GROWTH
+        return min(size, self._n_positions)
+
+    def _make(self, shape: Shape) -> Program:
+        trace = Trace(shape.n, shape.n_outputs)
+        self._write_down(trace)
+        lowered = Lowering(
+            trace,
+            self._weights,
+            self._kv,
+            self._inputs,
+            self._experts,
+            self._arena,
+            self._room(trace, shape),
+            shape.n_positions,
+            self._n_planes,
+        )
+        if shape.is_sampled:
+            lowered.launches.append(partial(self._sample, lowered.logits))
+        if not self._is_cuda:
+            return Program(lowered, partial(_run_all, lowered.launches))
+        sampled = self._inputs.tokens.clone()  # by a step under way, whose follower this program may be
+        self._inputs.fill_trial(shape.n)
+        _run_all(lowered.launches)  # compiles what is new, which a capture must not do
+        self._inputs.tokens.copy_(sampled)
+        torch.cuda.synchronize(self._weights.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            _run_all(lowered.launches)
+        return Program(lowered, graph.replay)
+
+    def _write_down(self, trace: Trace) -> None:
+        if not self._first_layer:
+            self._model.forward(trace)
+            return
+        n_layer = len(self._kv.k)
+        x = self._model.run_layers(trace, trace.entry(self._n_embd), self._first_layer, n_layer)
+        self._model.finish(trace, trace.outputs(x))
+
+    def _sample(self, logits: torch.Tensor) -> None:
+        """Sample the next tokens to where this step's stood, and to where the host reads them."""
+        if self._sample_room is None:
+            self._sample_room = SampleRoom.empty(MAX_TOKENS, logits.shape[1], logits.device)
+        n, inputs = len(logits), self._inputs
+        tokens, status = self._sampled[0, :n], self._sampled[1, :n]
+        add_biases(logits, inputs.biases)
+        sample(logits, inputs.params, inputs.uniforms, tokens, status, self._sample_room)
+        inputs.tokens[:n].copy_(tokens)
+
+    def _room(self, trace: Trace, shape: Shape) -> Room:
+        """Room for attention of this shape; programs of one context share it."""
+        if shape.n_positions not in self._rooms:
+            n_head, dim_v = trace.widest_attention()
+            n_splits = max_splits(shape.n_positions)
+            self._rooms[shape.n_positions] = Room.empty(MAX_TOKENS, n_head, n_splits, dim_v, self._weights.device)
+        return self._rooms[shape.n_positions]
+
+    def _read(self, logits: torch.Tensor) -> np.ndarray:
+        """A copy on the host, when the device has it."""
+        if not self._is_cuda:
+            return logits.numpy().copy()
+        if self._host is None or self._host.numel() < logits.numel():
+            self._host = torch.empty(MAX_TOKENS * logits.shape[1], dtype=torch.float32, pin_memory=True)
+        host = self._host[: logits.numel()].view(logits.shape)
+        host.copy_(logits, non_blocking=True)
+        torch.cuda.current_stream(logits.device).synchronize()
+        return host.numpy().copy()
+
+
+def _run_all(launches: list[Launch]) -> None:
+    for launch in launches:
+        launch()
