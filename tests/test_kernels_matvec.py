@@ -5,6 +5,7 @@ from __future__ import annotations
 from kernel_bits import DEVICE, array, assert_quantised, assert_same_bits, tensor  # isort: skip
 
 import importlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -195,7 +196,7 @@ def compile_ptx(
         assert word not in ptx, word
 
 
-def dense(type_id: int, tokens: int) -> dict[str, object]:
+def dense(type_id: int, tokens: int) -> dict[str, Any]:
     """The constants of a launch for rows of 2048 columns."""
     width = TYPE_CLASS[type_id]
     shape, n = kernels._shape("dense", type_id, tokens), 2048 // (width or 1)
@@ -219,6 +220,5 @@ def test_every_kernel_compiles_for_every_architecture(type_id: int) -> None:
     shape = {"R": one["R"], "G": one["G"], "N": one["N"], "C": one["C"], "TYPE": int(type_id)}
     compile_ptx("down_kernel", shape, ARCHITECTURES)
     banks = {f"{bank}_{name}": one[name] for bank in ("GATE", "UP") for name in ("N", "G", "C")}
-    compile_ptx(
-        "glu_kernel", {"ACTIVATION": 0, "GATE": int(type_id), "UP": int(type_id), "ROWS": 4, **banks}, ARCHITECTURES
-    )
+    both = {"ACTIVATION": 0, "GATE": int(type_id), "UP": int(type_id), "ROWS": one["G"] * one["R"]}
+    compile_ptx("glu_kernel", both | banks, ARCHITECTURES)

@@ -327,9 +327,11 @@ def _shape(kernel: str, type_id: int, tokens: int) -> _Shape:
         return _Shape(2 if width == 32 or is_grid else 4, 4, 2)
     if width == 32:
         return _Shape(2, 2) if kernel == "down" else _Shape(1, 1)
-    if kernel == "dense":
-        return _Shape(4, 1 if is_grid else 4)
-    return _Shape(2, 1) if is_grid else _Shape(4, 2)
+    if kernel == "glu":
+        return _Shape(2 if type_id in (GgmlType.IQ3_XXS, GgmlType.IQ3_S) else 4, 1)
+    if is_grid:
+        return _Shape(4, 1)
+    return _Shape(4, 4 if kernel == "dense" else 2)
 
 
 def _groups(type_id: int, n: int, warps: int) -> int:
