@@ -18,6 +18,8 @@ from freetoken.batch import Batch, Stopped
 from freetoken.cpu.decode import Decoder
 from freetoken.errors import OptionError
 from freetoken.gguf import ModelFile
+from freetoken.gpu import ahead
+from freetoken.gpu.driver import Device
 from freetoken.gpu.verdict import choose_device
 from freetoken.kvcache import KVCache, KVShape, Sequence, n_pages_for
 from freetoken.options import EngineOptions
@@ -101,19 +103,27 @@ class Runner:
         self._file, self._numa = file, options.numa
         cpus = numa.place(options.numa)  # before weights are read
         self.n_ctx = n_ctx or options.n_ctx or spec.n_ctx_train
-        placement = placement or self._place(file, spec, options, n_sequences)
+        self._model = arch.build(file, spec)
+        card = None if placement is not None else choose_device(options)
+        start = None if card is None else ahead.begin(file, spec, card)
         self.n_threads = options.n_threads or native.physical_cores()
         self.n_threads_batch = options.n_threads_batch or self.n_threads
         self.n_chunk = options.n_chunk
-        self._model = arch.build(file, spec)
         self._pool = _pool(self.n_threads, cpus)
+        if card is not None and start is not None:
+            placement = self._place(file, spec, options, card, start, n_sequences)
         is_same = self.n_threads_batch == self.n_threads
         self._pool_batch = self._pool if is_same else _pool(self.n_threads_batch, cpus)
         self.gpu: OnGpu | None = None
         if placement is not None:
             self.n_ctx = placement.plan.n_ctx
             self.cache = KVCache([], placement.plan.n_pages, options.cache_type_k)
-            gpu: OnGpu = import_gpu().GpuModel(file, spec, options, self._model, placement, self._pool)
+            try:
+                gpu: OnGpu = import_gpu().GpuModel(file, spec, options, self._model, placement, self._pool)
+            except BaseException:
+                if start is not None:
+                    start.drop()
+                raise
             self.gpu, self.n_chunk = gpu, gpu.n_chunk
         else:
             shapes = [KVShape(n_kv, spec.head_dim_k, spec.head_dim_v) for n_kv in spec.n_kv]
@@ -124,11 +134,21 @@ class Runner:
             self._decoder = Decoder(self._pool, self._model, self.cache, n_pages, options.n_planes)
         self._prefill: LongPass | None = None
 
-    def _place(self, file: ModelFile, spec: ModelSpec, options: EngineOptions, n_sequences: int) -> Placement | None:
-        card = choose_device(options)
-        if card is None:
-            return None
-        placed: Placement | None = import_gpu().place(file, spec, options, card, self.n_ctx, n_sequences)
+    def _place(
+        self,
+        file: ModelFile,
+        spec: ModelSpec,
+        options: EngineOptions,
+        card: Device,
+        start: ahead.Start,
+        n_sequences: int,
+    ) -> Placement | None:
+        placed: Placement | None = None
+        try:
+            placed = import_gpu().place(file, spec, options, card, self.n_ctx, n_sequences, start)
+        finally:
+            if placed is None:
+                start.drop()
         return placed
 
     def new_sequence(self) -> Sequence:
@@ -251,10 +271,8 @@ class Runner:
 
 
 def import_gpu() -> Any:
-    """`freetoken.gpu.model`, which comes with torch and triton: imported where a GPU may be used."""
-    from freetoken.gpu import model
-
-    return model
+    """`freetoken.gpu.model`, which comes with torch and triton: imported where a GPU may be used, waited for here."""
+    return ahead.modules().result()
 
 
 def import_prefill() -> Callable[..., LongPass]:

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 
 import numpy as np
 import torch
@@ -14,11 +13,10 @@ import torch
 from freetoken import native
 from freetoken.batch import Batch
 from freetoken.blocks import Model
-from freetoken.errors import EngineError
 from freetoken.experts.bank import LayerBanks, expert_banks
-from freetoken.experts.pin import Pinned, Rung, pin_banks
+from freetoken.experts.pin import Pinned
 from freetoken.gguf import ModelFile
-from freetoken.gpu import driver
+from freetoken.gpu.ahead import pin_experts
 from freetoken.gpu.chain import DeviceParams, device_chain
 from freetoken.gpu.decode import GpuDecoder, Step
 from freetoken.gpu.experts import GpuExperts, Staging
@@ -39,7 +37,6 @@ __all__ = ["GpuModel", "device_chain", "place"]
 
 logger = logging.getLogger(__name__)
 
-N_PIN_THREADS = 4
 MAX_STEPPED = 1 << 30
 """Prompts run as decode steps, whatever their length, where no buffer is left for whole layers."""
 N_CHUNK = 4096
@@ -75,7 +72,7 @@ class GpuModel:
         inputs = Inputs(n_ctx_pages, kv.spare, device)
         self.experts: GpuExperts | None = None
         if spec.is_moe:
-            self.experts = self._expert_slots(file, spec, options)
+            self.experts = self._expert_slots(file, spec, options, placement)
         n_positions = n_ctx_pages * PAGE
         self.decoder = GpuDecoder(model, self._weights, kv, inputs, self.experts, n_positions, options.n_planes)
         logger.info("%s: weights and cache ready in %.2f s", device, time.monotonic() - started)
@@ -93,9 +90,7 @@ class GpuModel:
         """int64 [n_layer, 5] by `experts.slots.COUNTERS`, None without experts."""
         return None if self.experts is None else self.experts.counters()
 
-    def launch(
-        self, batch: Batch, chains: Sequence[DeviceParams], uniforms: Sequence[float], *, follows: bool
-    ) -> Step:
+    def launch(self, batch: Batch, chains: Sequence[DeviceParams], uniforms: Sequence[float], *, follows: bool) -> Step:
         """Start a decode step that samples its tokens itself (`GpuDecoder.launch`)."""
         params = np.zeros((batch.n, N_FIELDS), np.int32)
         for row, chain in zip(params, chains, strict=True):
@@ -118,10 +113,13 @@ class GpuModel:
             self._pinned.close()
             self._pinned = None
 
-    def _expert_slots(self, file: ModelFile, spec: ModelSpec, options: EngineOptions) -> GpuExperts:
+    def _expert_slots(
+        self, file: ModelFile, spec: ModelSpec, options: EngineOptions, placement: Placement
+    ) -> GpuExperts:
         layers: Sequence[LayerBanks | None] = expert_banks(spec, file)
         if self.device.type == "cuda":
-            self._pinned = self._pin(layers)
+            pinned = None if placement.start is None else placement.start.take()
+            self._pinned = pinned or pin_experts(layers, self.device.index or 0)
             layers = self._pinned.layers
         plan = self.plan
         experts = GpuExperts(
@@ -137,23 +135,6 @@ class GpuModel:
         experts.load_residents()
         return experts
 
-    def _pin(self, layers: Sequence[LayerBanks | None]) -> Pinned:
-        index = self.device.index or 0
-        pinned = pin_banks(
-            layers,
-            partial(driver.register, device=index),
-            partial(driver.unregister, device=index),
-            allocate=_pinned_memory,
-            n_threads=N_PIN_THREADS,
-        )
-        if Rung.PAGEABLE in pinned.rungs:
-            pinned.close()
-            raise EngineError(
-                f"{pinned.n_bytes(Rung.PAGEABLE) / 2**20:.0f} MiB of experts can be neither locked in place nor copied "
-                "to locked memory: raise the limit on locked memory (ulimit -l), or run on the CPU with -ngl 0"
-            )
-        return pinned
-
 
 def _staging(plan: GpuPlan) -> Staging | int:
     """The last slots of the pool that the plan names, or bytes of their own."""
@@ -161,10 +142,3 @@ def _staging(plan: GpuPlan) -> Staging | int:
         return plan.own_buffers_bytes
     n = plan.n_buffers * plan.buffer_slots
     return Staging(plan.buffer_pool, plan.n_slots[plan.buffer_pool] - n, n) if n else 0
-
-
-def _pinned_memory(n_bytes: int) -> np.ndarray | None:
-    try:
-        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True).numpy()
-    except RuntimeError:
-        return None
