@@ -1,6 +1,7 @@
-"""Decode on the GPU: a forward pass of up to 8 tokens as one CUDA graph, captured on first use.
+"""Decode on the GPU: a forward pass of up to 8 tokens as one CUDA graph, captured on second use.
 
-There is a graph for each number of rows, of outputs, and for each size of context, since the attention's grid covers
+The first use launches one kernel after the other, which also loads those that are new: as fast as a capture, and a
+shape that comes once needs none. There is a graph for each number of rows, of outputs, and for each size of context, since the attention's grid covers
 the longest context of its graph. On other devices (Triton's interpreter) the same launches run one by one. The
 arithmetic is docs/numerics.md's: logits have the bits of the CPU's.
 """
@@ -24,6 +25,7 @@ from freetoken.gpu.trace import Trace
 from freetoken.gpu.weights import DeviceWeights, weight_class
 from freetoken.kernels.activations import MAX_TOKENS, empty_activation, quantize
 from freetoken.kernels.attention import max_splits
+from freetoken.kernels.compile_ahead import compile_ahead
 from freetoken.kernels.matvec import matvec
 from freetoken.kernels.sampler import SampleRoom, sample
 
@@ -44,12 +46,25 @@ class Shape:
     is_sampled: bool
 
 
-@dataclass(frozen=True)
 class Program:
-    """Launches with what they point at, and how to run them all."""
+    """Launches with what they point at. `replay` runs them all: one by one the first time, as a graph from the second
+    on where `is_cuda`."""
 
-    lowered: Lowering
-    replay: Callable[[], None]
+    def __init__(self, lowered: Lowering, *, is_cuda: bool) -> None:
+        self.lowered = lowered
+        self._is_cuda = is_cuda
+        self._has_run = False
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def replay(self) -> None:
+        if self._graph is None and (not self._is_cuda or not self._has_run):
+            for launch in self.lowered.launches:
+                launch()
+            self._has_run = True
+            return
+        if self._graph is None:
+            self._graph = capture(self.lowered.launches)
+        self._graph.replay()
 
 
 class Step:
@@ -129,6 +144,17 @@ class GpuDecoder:
             self._programs[shape] = self._make(shape)
         return self._programs[shape]
 
+    def try_out(
+        self, n: int, *, is_sampled: bool = False, on_kernel: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Run the program of a step of n rows that nobody asked for, so that the next one finds it made, its kernels
+        loaded and, the second time, its graph captured. `on_kernel` as `compile_ahead` has it."""
+        program = self.program(n, n if is_sampled else 1, 1, is_sampled=is_sampled)
+        if on_kernel is not None:
+            compile_ahead(program.lowered.launches, self._weights.device, on_kernel)
+        self._inputs.fill_trial(n)
+        program.replay()
+
     def head_logits(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         """Logits of states that came from elsewhere: fp32 [n, rows] of x [n, cols], by the same arithmetic."""
         out = torch.empty((len(x), weight.rows), dtype=torch.float32, device=x.device)
@@ -164,15 +190,7 @@ class GpuDecoder:
         )
         if shape.is_sampled:
             lowered.launches.append(partial(self._sample, lowered.logits))
-        if not self._is_cuda:
-            return Program(lowered, partial(_run_all, lowered.launches))
-        self._inputs.fill_trial(shape.n)
-        _run_all(lowered.launches)  # compiles what is new, which a capture must not do
-        torch.cuda.synchronize(self._weights.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            _run_all(lowered.launches)
-        return Program(lowered, graph.replay)
+        return Program(lowered, is_cuda=self._is_cuda)
 
     def _sample(self, logits: torch.Tensor) -> None:
         """Sample the next tokens to where this step's stood, and to where the host reads them."""
@@ -203,6 +221,10 @@ class GpuDecoder:
         return host.numpy().copy()
 
 
-def _run_all(launches: list[Launch]) -> None:
-    for launch in launches:
-        launch()
+def capture(launches: list[Launch]) -> torch.cuda.CUDAGraph:
+    """All launches as one graph. They must have run before: a capture may not load a kernel. Waits for the device."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for launch in launches:
+            launch()
+    return graph

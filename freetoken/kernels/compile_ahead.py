@@ -1,0 +1,82 @@
+"""Compiles and loads the kernels of a program before its first launch, several at once, and tells how far it is.
+
+Triton compiles a kernel when it is launched, one after another: a minute for a model on the very first start, although
+the compiler leaves Python's lock to others. With what it compiled on disk the same takes a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from triton.runtime.jit import JITFunction
+
+try:
+    from triton.runtime._async_compile import AsyncCompileMode
+except ImportError:  # an older Triton: kernels are compiled one by one as they are launched
+    AsyncCompileMode = None
+
+__all__ = ["compile_ahead"]
+
+logger = logging.getLogger(__name__)
+
+MAX_THREADS = 8
+Launch = Callable[[], None]
+
+
+class _Loading:
+    """An executor whose jobs also load the kernel that they compiled, and count it."""
+
+    def __init__(self, pool: ThreadPoolExecutor, device: torch.device, on_kernel: Callable[[int, int], None]) -> None:
+        self._pool, self._device, self._on_kernel = pool, device, on_kernel
+        self._lock = threading.Lock()
+        self.n, self.n_done = 0, 0
+
+    def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
+        self.n += 1
+        return self._pool.submit(self._work, compile_kernel)
+
+    def _work(self, compile_kernel: Callable[[], Any]) -> Any:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        kernel = compile_kernel()
+        kernel._init_handles()
+        with self._lock:
+            self.n_done += 1
+            self._on_kernel(self.n_done, self.n)
+        return kernel
+
+
+def compile_ahead(
+    launches: Sequence[Launch], device: torch.device, on_kernel: Callable[[int, int], None] = lambda done, n: None
+) -> None:
+    """Compile and load what the launches use and nothing has used before; launches no kernel, but what else they do is
+    done. `on_kernel` hears, from any thread, how many kernels are ready of those met so far.
+
+    Uses what Triton does not promise: where that is missing or fails, the first launch compiles as ever.
+    """
+    if AsyncCompileMode is None:
+        return
+    run = JITFunction.run
+
+    def meet(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **options)
+
+    n_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1)))
+    try:
+        with ThreadPoolExecutor(n_threads, thread_name_prefix="compile") as pool:
+            loading = _Loading(pool, device, on_kernel)
+            with AsyncCompileMode(loading):
+                JITFunction.run = meet
+                try:
+                    for launch in launches:
+                        launch()
+                finally:
+                    JITFunction.run = run
+    except Exception as error:
+        logger.info("kernels are compiled one by one: %s: %s", type(error).__name__, error)
