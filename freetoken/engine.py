@@ -225,11 +225,11 @@ class Engine:
         n_ctx = total if self._options.n_parallel <= 0 else max(total // self.n_slots, 1)
         self._runner = Runner(self._file, self._spec, self._options, n_ctx=n_ctx, n_sequences=self.n_slots)
         self._load_progress = 0.4
-        self._tokenizer = tokenizer.result() if isinstance(tokenizer, Future) else tokenizer
         self._n_ctx = self._runner.n_ctx
         self._slots = [Slot(i, self._runner.new_sequence()) for i in range(self.n_slots)]
         self._load_progress = 0.5
         self._runner.warm_up(self._warmed)
+        self._tokenizer = tokenizer.result() if isinstance(tokenizer, Future) else tokenizer
         self._load_progress = 1.0
         logger.info(
             "%s: %d slots of %d tokens, %d threads, %s kernels, weights ready in %.2f s",
@@ -249,7 +249,10 @@ class Engine:
 
     def _step(self) -> None:
         """One round: new requests, one prefill chunk, one decode step."""
-        self._receive(block=not self._waiting and all(s.request is None for s in self._slots))
+        is_idle = not self._waiting and all(s.request is None for s in self._slots)
+        if is_idle and self._inbox.empty() and self._runner.warm_more(lambda: not self._inbox.empty()):
+            return  # one at a time: a request waits for no more than that
+        self._receive(block=is_idle)
         self._drop_cancelled()
         self._admit()
         self._seat()

@@ -65,6 +65,12 @@ class OnGpu(Protocol):
     def launch(self, batch: Batch, chains: ListOf[Any], uniforms: ListOf[float], *, follows: bool) -> Launched:
         """Start a decode step that samples."""
 
+    def warm_up(self, on_progress: Callable[[float], None]) -> None:
+        """Run what makes the first requests quick."""
+
+    def warm_more(self, should_stop: Callable[[], bool]) -> bool:
+        """Run one more program ahead of need, if any is left: whether one was."""
+
     def close(self) -> None: ...
 
 
@@ -155,14 +161,22 @@ class Runner:
         """An empty sequence that the caller keeps, truncates for reuse, and releases."""
         return self.cache.new_sequence(self.n_ctx)
 
-    def warm_up(self) -> None:
-        """Run one token, so that the first request finds the program recorded and the weights read."""
+    def warm_up(self, on_progress: Callable[[float], None] = lambda done: None) -> None:
+        """Run one token, so that the first request finds the program recorded and the weights read. `on_progress` hears
+        how much of it is done, from 0 to 1."""
+        if self.gpu is not None:
+            self.gpu.warm_up(on_progress)
+            return
         sequence = self.new_sequence()
         try:
             self.decode([sequence], [0])
         finally:
             sequence.release()
         numa.tell_places(self._numa, [shard.mapping for shard in self._file.shards])
+
+    def warm_more(self, should_stop: Callable[[], bool]) -> bool:
+        """While idle: prepare one more kind of request, if any is left: whether one was. It may be stopped."""
+        return self.gpu is not None and self.gpu.warm_more(should_stop)
 
     def prefill(
         self,

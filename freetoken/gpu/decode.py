@@ -146,14 +146,16 @@ class GpuDecoder:
 
     def try_out(
         self, n: int, *, is_sampled: bool = False, on_kernel: Callable[[int, int], None] | None = None
-    ) -> None:
+    ) -> int:
         """Run the program of a step of n rows that nobody asked for, so that the next one finds it made, its kernels
-        loaded and, the second time, its graph captured. `on_kernel` as `compile_ahead` has it."""
+        loaded and, the second time, its graph captured. `on_kernel` and what is returned are `compile_ahead`'s."""
         program = self.program(n, n if is_sampled else 1, 1, is_sampled=is_sampled)
-        if on_kernel is not None:
-            compile_ahead(program.lowered.launches, self._weights.device, on_kernel)
+        n_compiled = 0
+        if on_kernel is not None and self._is_cuda:
+            n_compiled = compile_ahead(program.lowered.launches, self._weights.device, on_kernel)
         self._inputs.fill_trial(n)
         program.replay()
+        return n_compiled
 
     def head_logits(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         """Logits of states that came from elsewhere: fp32 [n, rows] of x [n, cols], by the same arithmetic."""
@@ -188,6 +190,8 @@ class GpuDecoder:
             shape.n_positions,
             self._n_planes,
         )
+        if self._experts is not None:
+            self._experts.settle()
         if shape.is_sampled:
             lowered.launches.append(partial(self._sample, lowered.logits))
         return Program(lowered, is_cuda=self._is_cuda)

@@ -16,7 +16,7 @@ from freetoken.blocks import Model
 from freetoken.experts.bank import LayerBanks, expert_banks
 from freetoken.experts.pin import Pinned
 from freetoken.gguf import ModelFile
-from freetoken.gpu.ahead import pin_experts
+from freetoken.gpu.ahead import pin_experts, timed
 from freetoken.gpu.chain import DeviceParams, device_chain
 from freetoken.gpu.decode import GpuDecoder, Step
 from freetoken.gpu.experts import GpuExperts, Staging
@@ -24,6 +24,7 @@ from freetoken.gpu.inputs import Draws, Inputs
 from freetoken.gpu.kv import DeviceKV
 from freetoken.gpu.place import Placement, place
 from freetoken.gpu.prefill import Prefill
+from freetoken.gpu.warm import WarmUp
 from freetoken.gpu.weights import DeviceWeights
 from freetoken.kernels.activations import MAX_TOKENS
 from freetoken.kernels.pages import PAGE
@@ -65,17 +66,20 @@ class GpuModel:
         self.max_stepped = MAX_TOKENS if streams else MAX_STEPPED
         self.n_chunk = options.n_chunk if options.n_chunk != EngineOptions().n_chunk else N_CHUNK
         self._pinned: Pinned | None = None
-        kv = DeviceKV(shapes, plan.n_pages, options.cache_type_k, device)
+        with timed("memory of the cache"):
+            kv = DeviceKV(shapes, plan.n_pages, options.cache_type_k, device)
         self._weights = DeviceWeights(device, pool)
         self._model, self._kv = model, kv
         self._prefill: Prefill | None = None
-        inputs = Inputs(n_ctx_pages, kv.spare, device)
+        inputs = self._inputs = Inputs(n_ctx_pages, kv.spare, device)
+        self._n_vocab = spec.n_vocab
+        self._warm_up = WarmUp(self)
         self.experts: GpuExperts | None = None
         if spec.is_moe:
             self.experts = self._expert_slots(file, spec, options, placement)
         n_positions = n_ctx_pages * PAGE
         self.decoder = GpuDecoder(model, self._weights, kv, inputs, self.experts, n_positions, options.n_planes)
-        logger.info("%s: weights and cache ready in %.2f s", device, time.monotonic() - started)
+        logger.info("%s: cache and experts ready in %.2f s", device, time.monotonic() - started)
 
     def run(self, batch: Batch, should_stop: Callable[[], bool] | None) -> np.ndarray:
         """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab]. Raises Stopped."""
@@ -97,9 +101,31 @@ class GpuModel:
             chain.write(row)
         return self.decoder.launch(batch, Draws(params, np.asarray(uniforms, np.float64)), follows=follows)
 
+    def warm_up(self, on_progress: Callable[[float], None]) -> None:
+        """Run what makes the first requests quick (`gpu.warm`)."""
+        self._warm_up.load(on_progress)
+        self._weights.settle()
+        if self.device.type == "cuda":
+            with timed("waiting for the first program"):
+                torch.cuda.synchronize(self.device)
+
+    def warm_more(self, should_stop: Callable[[], bool]) -> bool:
+        """Run one more program ahead of need, if any is left: whether one was."""
+        return self._warm_up.more(should_stop)
+
+    def try_step(self, n: int, *, is_sampled: bool, on_kernel: Callable[[int, int], None] | None = None) -> int:
+        """`GpuDecoder.try_out`."""
+        return self.decoder.try_out(n, is_sampled=is_sampled, on_kernel=on_kernel)
+
+    def try_prompt(self, n: int, should_stop: Callable[[], bool]) -> None:
+        """Run a prompt of n tokens whose keys and values nobody reads. Raises Stopped."""
+        n = min(n, self.plan.n_ctx)
+        tokens = np.arange(n, dtype=np.int32) % self._n_vocab
+        self.run(Batch(tokens, np.arange(n, dtype=np.int32), [self._inputs.spare_pages] * n, 1), should_stop)
+
     def _long_pass(self) -> Prefill:
         if self._prefill is None:
-            self.decoder.program(1, 1, 1)  # matrices are joined as its launches want them, so it comes first
+            self.decoder.program(1, 1, 1, is_sampled=True)  # matrices are joined as its launches want them, so it comes first
             self._prefill = Prefill(
                 self._model, self._weights, self._kv, self.decoder.head_logits, self.device, self.experts
             )
@@ -118,7 +144,8 @@ class GpuModel:
     ) -> GpuExperts:
         layers: Sequence[LayerBanks | None] = expert_banks(spec, file)
         if self.device.type == "cuda":
-            pinned = None if placement.start is None else placement.start.take()
+            with timed("waiting for locked pages"):
+                pinned = None if placement.start is None else placement.start.take()
             self._pinned = pinned or pin_experts(layers, self.device.index or 0)
             layers = self._pinned.layers
         plan = self.plan
@@ -132,7 +159,8 @@ class GpuModel:
             staging=_staging(plan),
             edges=() if self._pinned is None else self._pinned.edges,
         )
-        experts.load_residents()
+        with timed("launching the copies of residents"):
+            experts.load_residents()
         return experts
 
 

@@ -67,7 +67,10 @@ class DeviceWeights:
     def vector(self, values: np.ndarray) -> torch.Tensor:
         """A norm's weight or a bias, fp32; the same array gives the same tensor."""
         if id(values) not in self._vectors:
-            tensor = torch.from_numpy(np.ascontiguousarray(values, np.float32).copy()).to(self.device)
+            tensor = torch.empty(values.shape, dtype=torch.float32, device=self.device)
+            raw = torch.from_numpy(np.ascontiguousarray(values, np.float32).copy().reshape(-1)).view(torch.uint8)
+            there = tensor.view(-1).view(torch.uint8)
+            self._uploader.send([raw], 1, lambda piece, at: _put(there[at : at + len(piece)], piece))
             self._vectors[id(values)] = values, tensor
             self.n_bytes += tensor.nbytes
         return self._vectors[id(values)][1]
@@ -104,6 +107,10 @@ class DeviceWeights:
         values = np.empty((weight.rows, weight.cols), np.float32)
         self._pool.dequantize(weight.type, weight.data, values)
         return torch.from_numpy(values).view(torch.uint8).reshape(-1)
+
+
+def _put(there: torch.Tensor, piece: torch.Tensor) -> None:
+    there.copy_(piece)
 
 
 def _bytes(data: np.ndarray) -> torch.Tensor:

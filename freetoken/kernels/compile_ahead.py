@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
+from triton import knobs
 from triton.runtime.jit import JITFunction
 
 try:
@@ -35,10 +36,11 @@ class _Loading:
     def __init__(self, pool: ThreadPoolExecutor, device: torch.device, on_kernel: Callable[[int, int], None]) -> None:
         self._pool, self._device, self._on_kernel = pool, device, on_kernel
         self._lock = threading.Lock()
-        self.n, self.n_done = 0, 0
+        self._n, self._n_done = 0, 0
+        self.n_compiled = 0
 
     def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
-        self.n += 1
+        self._n += 1
         return self._pool.submit(self._work, compile_kernel)
 
     def _work(self, compile_kernel: Callable[[], Any]) -> Any:
@@ -47,22 +49,29 @@ class _Loading:
         kernel = compile_kernel()
         kernel._init_handles()
         with self._lock:
-            self.n_done += 1
-            self._on_kernel(self.n_done, self.n)
+            self._n_done += 1
+            self._on_kernel(self._n_done, self._n)
         return kernel
+
+    def hear(self, *, cache_hit: bool, **_: Any) -> None:
+        """What Triton tells of a kernel."""
+        with self._lock:
+            self.n_compiled += not cache_hit
 
 
 def compile_ahead(
     launches: Sequence[Launch], device: torch.device, on_kernel: Callable[[int, int], None] = lambda done, n: None
-) -> None:
+) -> int:
     """Compile and load what the launches use and nothing has used before; launches no kernel, but what else they do is
-    done. `on_kernel` hears, from any thread, how many kernels are ready of those met so far.
+    done. `on_kernel` hears, from any thread, how many kernels are ready of those met so far. Returns how many were not
+    on disk.
 
     Uses what Triton does not promise: where that is missing or fails, the first launch compiles as ever.
     """
     if AsyncCompileMode is None:
-        return
+        return 0
     run = JITFunction.run
+    n_compiled = 0
 
     def meet(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return run(self, *args, grid=grid, warmup=True, **options)
@@ -71,12 +80,16 @@ def compile_ahead(
     try:
         with ThreadPoolExecutor(n_threads, thread_name_prefix="compile") as pool:
             loading = _Loading(pool, device, on_kernel)
-            with AsyncCompileMode(loading):
-                JITFunction.run = meet
-                try:
-                    for launch in launches:
-                        launch()
-                finally:
-                    JITFunction.run = run
+            with knobs.compilation.scope():
+                knobs.compilation.listener = loading.hear
+                with AsyncCompileMode(loading):
+                    JITFunction.run = meet
+                    try:
+                        for launch in launches:
+                            launch()
+                    finally:
+                        JITFunction.run = run
+            n_compiled = loading.n_compiled
     except Exception as error:
         logger.info("kernels are compiled one by one: %s: %s", type(error).__name__, error)
+    return n_compiled
