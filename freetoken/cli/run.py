@@ -8,7 +8,6 @@ import logging
 import sys
 from collections.abc import Iterator
 
-
 from freetoken.chat import ChatTemplate, load_template, prompt_tokens
 from freetoken.cli.flags import (
     add_engine_flags,
@@ -18,8 +17,8 @@ from freetoken.cli.flags import (
     model_options,
     sampling_params,
 )
-from freetoken.engine import Engine
 from freetoken.cli.loading import wait_while_loading
+from freetoken.engine import Engine
 from freetoken.errors import OptionError
 from freetoken.gguf import open_model
 from freetoken.request import DoneEvent, ErrorEvent, Request, SamplingParams, Timings, TokenEvent

@@ -66,7 +66,9 @@ class _Loader(threading.Thread):
         try:
             import_where_usable(self._engine_options)
             served = beside("vocabulary", functools.partial(read_model, self._model))
-            engine = make_engine(self._model, self._engine_options, beside("tokenizer", lambda: served.result().tokenizer))
+            engine = make_engine(
+                self._model, self._engine_options, beside("tokenizer", lambda: served.result().tokenizer)
+            )
             if self._stop_event.is_set():
                 return
             self.engine = engine

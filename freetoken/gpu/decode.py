@@ -144,9 +144,7 @@ class GpuDecoder:
             self._programs[shape] = self._make(shape)
         return self._programs[shape]
 
-    def try_out(
-        self, n: int, *, is_sampled: bool = False, on_kernel: Callable[[int, int], None] | None = None
-    ) -> int:
+    def try_out(self, n: int, *, is_sampled: bool = False, on_kernel: Callable[[int, int], None] | None = None) -> int:
         """Run the program of a step of n rows that nobody asked for, so that the next one finds it made, its kernels
         loaded and, the second time, its graph captured. `on_kernel` and what is returned are `compile_ahead`'s."""
         program = self.program(n, n if is_sampled else 1, 1, is_sampled=is_sampled)

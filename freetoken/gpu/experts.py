@@ -125,8 +125,8 @@ class GpuExperts:
         return layer in self._first_slot
 
     def load_residents(self, on_layer: Callable[[int], None] | None = None) -> None:
-        """Fill the slots of complete layers on a stream of their own, beside the upload of other weights: `settle` comes
-        before their use. `on_layer` hears how many are launched."""
+        """Fill the slots of complete layers on a stream of their own, beside the upload of other weights: `settle` must
+        come before their use. `on_layer` hears how many are launched."""
         if self._side is None:
             self._load_residents(on_layer)
             return

@@ -18,9 +18,9 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 try:
-    from triton.runtime._async_compile import AsyncCompileMode
+    from triton.runtime._async_compile import AsyncCompileMode, active_mode
 except ImportError:  # an older Triton: kernels are compiled one by one as they are launched
-    AsyncCompileMode = None
+    AsyncCompileMode = active_mode = None
 
 __all__ = ["compile_ahead"]
 
@@ -82,7 +82,7 @@ def compile_ahead(
             loading = _Loading(pool, device, on_kernel)
             with knobs.compilation.scope():
                 knobs.compilation.listener = loading.hear
-                with AsyncCompileMode(loading):
+                with AsyncCompileMode(loading, ignore_errors=True):
                     JITFunction.run = meet
                     try:
                         for launch in launches:
@@ -92,4 +92,5 @@ def compile_ahead(
             n_compiled = loading.n_compiled
     except Exception as error:
         logger.info("kernels are compiled one by one: %s: %s", type(error).__name__, error)
+        active_mode.set(None)
     return n_compiled
