@@ -124,8 +124,8 @@ def _import() -> Any:
 
 def _keep_binaries_only(triton: Any) -> None:
     """Intermediate code of a kernel is ten times its binary, and would be read with it at every start."""
-    knobs = getattr(getattr(triton, "knobs", None), "compilation", None)
-    if hasattr(knobs, "store_binary_only"):
+    knobs: Any = getattr(getattr(triton, "knobs", None), "compilation", None)
+    if knobs is not None and hasattr(knobs, "store_binary_only"):
         knobs.store_binary_only = True
 
 

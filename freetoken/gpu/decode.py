@@ -1,9 +1,9 @@
 """Decode on the GPU: a forward pass of up to 8 tokens as one CUDA graph, captured on second use.
 
 The first use launches one kernel after the other, which also loads those that are new: as fast as a capture, and a
-shape that comes once needs none. There is a graph for each number of rows, of outputs, and for each size of context, since the attention's grid covers
-the longest context of its graph. On other devices (Triton's interpreter) the same launches run one by one. The
-arithmetic is docs/numerics.md's: logits have the bits of the CPU's.
+shape that comes once needs none. There is a graph for each number of rows, of outputs, and for each size of context,
+since the attention's grid covers the longest context of its graph. On other devices (Triton's interpreter) the same
+launches run one by one. The arithmetic is docs/numerics.md's: logits have the bits of the CPU's.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class GpuDecoder:
         results.copy_(self._sampled[:, : batch.n], non_blocking=True)
         done = None
         if self._is_cuda:
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         return Step(results, done)
 

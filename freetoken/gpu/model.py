@@ -125,9 +125,8 @@ class GpuModel:
 
     def _long_pass(self) -> Prefill:
         if self._prefill is None:
-            self.decoder.program(
-                1, 1, 1, is_sampled=True
-            )  # matrices are joined as its launches want them, so it comes first
+            # matrices are joined as a step's launches want them, so a program comes first
+            self.decoder.program(1, 1, 1, is_sampled=True)
             self._prefill = Prefill(
                 self._model, self._weights, self._kv, self.decoder.head_logits, self.device, self.experts
             )

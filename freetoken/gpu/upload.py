@@ -54,7 +54,8 @@ class Uploader:
         if len(self._buffers) < N_BUFFERS:
             host = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
             there = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=self._device)
-            self._buffers.append((host, there, torch.cuda.Event()))
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._buffers.append((host, there, event))
             self._turn = len(self._buffers) - 1
         else:
             self._turn = (self._turn + 1) % N_BUFFERS

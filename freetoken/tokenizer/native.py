@@ -140,6 +140,7 @@ def _is_eog() -> Any:
     """llama_vocab_is_eog as a function that keeps Python's lock: asked for each of 150,000 tokens, one that gives the
     lock away would wait for it as often, milliseconds each while another thread imports a library."""
     address = ctypes.cast(llama_cpp.llama_cpp._lib.llama_vocab_is_eog, ctypes.c_void_p).value
+    assert address is not None
     return ctypes.PYFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int32)(address)
 
 
