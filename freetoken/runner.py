@@ -166,12 +166,12 @@ class Runner:
         how much of it is done, from 0 to 1."""
         if self.gpu is not None:
             self.gpu.warm_up(on_progress)
-            return
-        sequence = self.new_sequence()
-        try:
-            self.decode([sequence], [0])
-        finally:
-            sequence.release()
+        else:
+            sequence = self.new_sequence()
+            try:
+                self.decode([sequence], [0])
+            finally:
+                sequence.release()
         numa.tell_places(self._numa, [shard.mapping for shard in self._file.shards])
 
     def warm_more(self, should_stop: Callable[[], bool]) -> bool:

@@ -188,6 +188,7 @@ class GpuDecoder:
             shape.n_positions,
             self._n_planes,
         )
+        self._weights.settle()  # only the first program uploads
         if self._experts is not None:
             self._experts.settle()
         if shape.is_sampled:

@@ -104,7 +104,6 @@ class GpuModel:
     def warm_up(self, on_progress: Callable[[float], None]) -> None:
         """Run what makes the first requests quick (`gpu.warm`)."""
         self._warm_up.load(on_progress)
-        self._weights.settle()
         if self.device.type == "cuda":
             with timed("waiting for the first program"):
                 torch.cuda.synchronize(self.device)

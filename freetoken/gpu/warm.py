@@ -8,11 +8,13 @@ import collections
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Protocol
 
 from freetoken.batch import Stopped
 from freetoken.gpu.ahead import timed
 from freetoken.gpu.verdict import cache_folder
+from freetoken.kernels.compile_ahead import listening
 
 __all__ = ["TrialRuns", "WarmUp"]
 
@@ -71,7 +73,8 @@ class WarmUp:
         try:
             with timed(f"warm-up of a {kind} of {n}"):
                 if kind == "prompt":
-                    self._model.try_prompt(n, should_stop)
+                    with listening(progress.compiled) if progress is not None else nullcontext():
+                        self._model.try_prompt(n, should_stop)
                 else:
                     on_kernel = None if progress is None else progress.kernels
                     self._model.try_step(n, is_sampled=is_sampled, on_kernel=on_kernel)
@@ -89,6 +92,7 @@ class CompileProgress:
         self._on_progress = on_progress
         self._first, self._size = 0.0, FIRST_SHARE
         self._done = 0.0
+        self._n_for_prompts = 0
         self._said = time.monotonic()
 
     def share(self, first: float, size: float) -> None:
@@ -99,9 +103,17 @@ class CompileProgress:
     def kernels(self, n_done: int, n: int) -> None:
         """So many kernels of a program are ready."""
         self._tell(self._first + self._size * n_done / max(n, 1))
+        self._say(f"{n_done} of {n}")
+
+    def compiled(self) -> None:
+        """One more kernel of a prompt was compiled; nobody knows how many there will be."""
+        self._n_for_prompts += 1
+        self._say(f"{self._n_for_prompts} for prompts")
+
+    def _say(self, how_many: str) -> None:
         if time.monotonic() - self._said > SAY_EVERY_S:
             self._said = time.monotonic()
-            logger.info("compiling kernels for the first time (kept in %s): %d of %d", cache_folder(), n_done, n)
+            logger.info("compiling kernels for the first time (kept in %s): %s", cache_folder(), how_many)
 
     def _tell(self, done: float) -> None:
         self._done = max(self._done, done)

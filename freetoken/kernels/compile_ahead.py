@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ try:
 except ImportError:  # an older Triton: kernels are compiled one by one as they are launched
     AsyncCompileMode = active_mode = None
 
-__all__ = ["compile_ahead"]
+__all__ = ["compile_ahead", "listening"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +54,23 @@ class _Loading:
             self._on_kernel(self._n_done, self._n)
         return kernel
 
-    def hear(self, *, cache_hit: bool, **_: Any) -> None:
-        """What Triton tells of a kernel."""
+    def count(self) -> None:
+        """One more kernel that was not on disk."""
         with self._lock:
-            self.n_compiled += not cache_hit
+            self.n_compiled += 1
+
+
+@contextmanager
+def listening(on_compiled: Callable[[], None]) -> Iterator[None]:
+    """Within it `on_compiled` hears of each kernel that was not on disk, from whichever thread compiles it."""
+
+    def hear(*, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            on_compiled()
+
+    with knobs.compilation.scope():
+        knobs.compilation.listener = hear
+        yield
 
 
 def compile_ahead(
@@ -80,15 +94,13 @@ def compile_ahead(
     try:
         with ThreadPoolExecutor(n_threads, thread_name_prefix="compile") as pool:
             loading = _Loading(pool, device, on_kernel)
-            with knobs.compilation.scope():
-                knobs.compilation.listener = loading.hear
-                with AsyncCompileMode(loading, ignore_errors=True):
-                    JITFunction.run = meet
-                    try:
-                        for launch in launches:
-                            launch()
-                    finally:
-                        JITFunction.run = run
+            with listening(loading.count), AsyncCompileMode(loading, ignore_errors=True):
+                JITFunction.run = meet
+                try:
+                    for launch in launches:
+                        launch()
+                finally:
+                    JITFunction.run = run
             n_compiled = loading.n_compiled
     except Exception as error:
         logger.info("kernels are compiled one by one: %s: %s", type(error).__name__, error)
