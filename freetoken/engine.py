@@ -431,6 +431,7 @@ class Engine:
         sampler.accept(token)
         if slot.n_decoded == 0:
             slot.first_token = time.monotonic()
+            logger.debug("first token %.3f s after its request came to a slot", slot.first_token - slot.started)
         slot.n_decoded += 1
         slot.todo = [token]
         if self._tokenizer.is_eog(token) and not request.params.ignore_eos:

@@ -165,7 +165,9 @@ def make_engine(model: ModelOptions, options: EngineOptions, tokenizer: Future[T
 
 
 def import_torch() -> None:
-    """Beside the first requests: what long prompts need takes a second or two to import."""
+    """Beside the first requests: what long prompts need takes a second or two to import, unless a GPU needed it."""
+    if "torch" in sys.modules:
+        return
     from freetoken.runner import import_prefill
 
     import_prefill()
