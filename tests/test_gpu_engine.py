@@ -26,7 +26,7 @@ SMALL = {"n_layer": 2, "n_vocab": 264}
 @contextmanager
 def both(path: Path, **options: object) -> Iterator[tuple[Runner, Runner]]:
     """A runner on the CPU and one whose device is the interpreter."""
-    wishes = EngineOptions(n_threads=1, n_ctx=N_CTX, n_gpu_layers=-2, **options)  # type: ignore[arg-type]
+    wishes = EngineOptions(**{"n_threads": 1, "n_ctx": N_CTX, "n_gpu_layers": -2, **options})  # type: ignore[arg-type]
     with open_model(path) as file:
         spec = read_spec(file)
         plan = make_plan(file, spec, wishes, 1 << 30, N_CTX, 3)
@@ -61,3 +61,18 @@ def test_steps_have_the_bits_of_the_cpu(arch: str, file_type: str, tmp_path: Pat
     path = tiny_models.write(tmp_path / "m.gguf", arch, file_type=file_type, **SMALL)  # type: ignore[arg-type]
     with both(path) as (cpu, gpu):
         same_steps(cpu, gpu, (1,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_gpu_layers", [1, 2])
+def test_first_layers_on_the_cpu(n_gpu_layers: int, tmp_path: Path) -> None:
+    """-ngl counts the head first: 1 is the head alone, 2 the last layer too."""
+    path = tiny_models.write(tmp_path / "m.gguf", "qwen3", file_type="F16", **SMALL)  # type: ignore[arg-type]
+    with both(path, n_gpu_layers=n_gpu_layers) as (cpu, gpu):
+        assert gpu.gpu is not None and gpu.gpu.first_layer == 3 - n_gpu_layers
+        same_steps(cpu, gpu, (1,))
+        prompt = np.random.default_rng(2).integers(3, 264, 60).tolist()
+        a, b = cpu.new_sequence(), gpu.new_sequence()
+        want, got = cpu.prefill(a, prompt), gpu.prefill(b, prompt)
+        assert want is not None and got is not None
+        assert np.abs(got - want).max() < 0.01 * want.std()

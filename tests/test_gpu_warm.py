@@ -20,6 +20,8 @@ Runs = list[tuple[str, int, bool]]
 class Trials:
     """Notes what is run; `n_compiled` kernels of the first step are new, and what is in `fails` raises."""
 
+    first_layer = 0
+
     def __init__(self, n_compiled: int = 0, max_stepped: int = 8) -> None:
         self.n_compiled, self.max_stepped = n_compiled, max_stepped
         self.runs: Runs = []
@@ -74,13 +76,20 @@ def test_what_is_stopped_comes_again_and_what_fails_is_logged(caplog: pytest.Log
     warm = WarmUp(trials)
     warm.load(lambda done: None)
     trials.fails = {("step", 2)}
-    assert warm.more(lambda: True) and warm.more(lambda: True), "the capture, then a prompt that gives way"
-    assert trials.runs[-1] == ("step", 1, True)
+    assert all(warm.more(lambda: True) for _ in range(5)), "the capture, eights, then a prompt that gives way"
+    assert [run[0] for run in trials.runs] == ["step"] * 3
     with caplog.at_level(logging.WARNING):
         while warm.more(lambda: False):
             pass
     assert ("prompt", PROMPTS[0], False) in trials.runs and trials.runs[-1][0] == "prompt"
     assert [r.getMessage() for r in caplog.records] == ["warming up a step of 2 failed: RuntimeError: no memory"]
+
+
+def test_behind_layers_on_the_cpu_nothing_is_sampled() -> None:
+    trials = Trials(n_compiled=1)
+    trials.first_layer = 3
+    WarmUp(trials).load(lambda done: None)
+    assert len(trials.runs) > 5 and not any(is_sampled for _, _, is_sampled in trials.runs)
 
 
 def test_what_the_first_step_raises_fails_the_load() -> None:

@@ -48,13 +48,6 @@ def place(
         return None
     free_bytes = driver.free_bytes(card.index) if start is None else start.free_bytes
     plan = make_plan(file, spec, options, free_bytes, n_ctx, n_sequences)
-    if plan.first_layer:
-        logger.warning(
-            "the GPU has room for %d of %d layers, and layers cannot be shared with the CPU yet: all run there",
-            plan.n_gpu_layers,
-            plan.n_layer,
-        )
-        return None
     logger.info("%s", card)
     logger.info("%s", plan)
     for note in plan.notes:

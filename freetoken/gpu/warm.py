@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from typing import Protocol
 
 from freetoken.batch import Stopped
+from freetoken.errors import DeviceLostError
 from freetoken.gpu.ahead import timed
 from freetoken.gpu.verdict import cache_folder
 from freetoken.kernels.compile_ahead import listening
@@ -20,9 +21,9 @@ __all__ = ["TrialRuns", "WarmUp"]
 
 logger = logging.getLogger(__name__)
 
-STEPS = ((1, True), (2, False), (8, False), (4, False), (1, False))
-"""Rows, and whether they are sampled: the second run of the usual step, which captures it; short prompts, and the rests
-of long ones."""
+STEPS = ((1, True), (8, False), (8, False), (2, False), (4, False), (1, False))
+"""Rows, and whether they are sampled: the second run of the usual step, which captures it; then what prompts are cut
+into, of which eights come most and are captured too."""
 PROMPTS = (64, 512)
 SAY_EVERY_S = 2.0
 FIRST_SHARE = 0.4
@@ -35,6 +36,7 @@ class TrialRuns(Protocol):
     """`gpu.model.GpuModel` as it is used here."""
 
     max_stepped: int
+    first_layer: int
 
     def try_step(self, n: int, *, is_sampled: bool, on_kernel: Callable[[int, int], None] | None = None) -> int:
         """Run a step of n rows for nothing; kernels that were not on disk."""
@@ -55,10 +57,11 @@ class WarmUp:
         how much is done, from 0 to 1. Raises what the step raises."""
         progress = CompileProgress(on_progress)
         with timed("first program"):
-            n_compiled = self._model.try_step(1, is_sampled=True, on_kernel=progress.kernels)
+            samples = not self._model.first_layer  # behind layers on the CPU nothing is sampled on the GPU
+            n_compiled = self._model.try_step(1, is_sampled=samples, on_kernel=progress.kernels)
         prompts = [("prompt", n, False) for n in PROMPTS if n > self._model.max_stepped]  # shorter ones run as steps
-        steps = [("step", n, is_sampled) for n, is_sampled in STEPS]
-        self._later.extend([steps[0], *prompts[:1], *steps[1:], *prompts[1:]])
+        steps = [("step", n, is_sampled) for n, is_sampled in STEPS if samples or not is_sampled]
+        self._later.extend([*steps[:2], *prompts[:1], *steps[2:], *prompts[1:]])
         if n_compiled:
             for i in range(n := len(self._later)):
                 progress.share(FIRST_SHARE + (1 - FIRST_SHARE) * i / n, (1 - FIRST_SHARE) / n)
@@ -80,6 +83,8 @@ class WarmUp:
                     self._model.try_step(n, is_sampled=is_sampled, on_kernel=on_kernel)
         except Stopped:
             self._later.appendleft(shape)
+        except DeviceLostError:
+            raise
         except Exception as error:
             logger.warning("warming up a %s of %d failed: %s: %s", kind, n, type(error).__name__, error)
         return True
