@@ -48,6 +48,9 @@ class ExpertLaunches(Protocol):
     ) -> list[Launch]:
         """What writes rows fp32 [pairs, n_embd] for ids int32 [n, k]; x holds the input rows by class."""
 
+    def settle(self) -> None:
+        """Let what is launched from now on come after what the experts have begun."""
+
 
 @dataclass
 class State:
