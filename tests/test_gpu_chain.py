@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from kernel_bits import DEVICE, tensor  # isort: skip
-
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gpu_compile import ARCHITECTURES, QUICK, compile_kernel
+from kernel_bits import DEVICE, tensor
 from test_sampler import Words
 
 from freetoken.gpu.chain import DeviceParams, device_chain

@@ -7,8 +7,6 @@ every buffer is its own.
 
 from __future__ import annotations
 
-import kernel_bits  # noqa: F401  isort: skip
-
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator

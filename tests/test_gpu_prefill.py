@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from kernel_bits import DEVICE, array, tensor  # isort: skip
-
 import contextlib
 import mmap
 import pathlib
@@ -16,6 +14,7 @@ import torch
 from gguf_files import N_EXPERT as GGUF_EXPERTS
 from gguf_files import tiny_keys, tiny_tensors, write
 from gpu_compile import ARCHITECTURES, QUICK, compile_kernel
+from kernel_bits import DEVICE, array, tensor
 
 from freetoken import quants
 from freetoken.experts.bank import LayerBanks, expert_banks

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from kernel_bits import DEVICE, array, assert_quantised, assert_same_bits, tensor  # isort: skip
-
 import importlib
 
 import numpy as np
@@ -11,6 +9,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from gpu_compile import ARCHITECTURES, QUICK, compile_kernel
+from kernel_bits import DEVICE, array, assert_quantised, assert_same_bits, tensor
 from test_kernels import wild_activations, wild_weights
 
 from freetoken import quants, reference

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import pytest

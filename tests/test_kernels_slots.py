@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from kernel_bits import DEVICE, array, tensor  # isort: skip
-
 import numpy as np
 import pytest
 import torch
 from gpu_compile import ARCHITECTURES, QUICK, compile_kernel
+from kernel_bits import DEVICE, array, tensor
 
 from freetoken.experts.device import SlotCache
 from freetoken.experts.slots import Pool, SizeClass, SlotState, StepResult, size_classes
