@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,8 +23,7 @@ from tools import tiny_models
 
 N_CTX = 300
 N_VOCAB = 264
-OFFLOAD: dict[str, Any] = {"moe_backend": "offload", "moe_cache_rate": 0.67}
-FEW_EXPERTS = {"n_expert": 4, "n_used": 2, "n_ff_exp": 32}
+FEW_EXPERTS = {"n_expert": 6, "n_used": 2, "n_ff_exp": 32}
 
 
 @pytest.fixture(autouse=True)
@@ -34,12 +32,14 @@ def wide_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def both(path: Path, **options: Any) -> Iterator[tuple[Runner, Runner]]:
-    """A runner on the CPU and one whose device is the interpreter."""
-    wishes = EngineOptions(n_threads=1, n_ctx=N_CTX, n_gpu_layers=-2, **options)
+def both(path: Path, n_slots: int = 0) -> Iterator[tuple[Runner, Runner]]:
+    """A runner on the CPU and one whose device is the interpreter, with so few slots where a number is given."""
+    wishes = EngineOptions(n_threads=1, n_ctx=N_CTX, n_gpu_layers=-2)
     with open_model(path) as file:
         spec = read_spec(file)
         plan = make_plan(file, spec, wishes, 1 << 30, N_CTX, 3)
+        if n_slots:
+            plan = dataclasses.replace(plan, backend="offload", n_slots=(n_slots,))
         on_cpu = Runner(file, spec, dataclasses.replace(wishes, n_gpu_layers=0), n_ctx=N_CTX, n_sequences=3)
         on_gpu = Runner(file, spec, wishes, n_ctx=N_CTX, n_sequences=3, placement=Placement("cpu", plan))
         try:
@@ -66,14 +66,14 @@ def same_steps(cpu: Runner, gpu: Runner, prompts: tuple[int, ...], batches: tupl
 
 def test_a_mixture_whose_experts_take_turns(tmp_path: Path) -> None:
     path = tiny_models.write(
-        tmp_path / "m.gguf", "qwen2moe", file_type="Q8_0", n_layer=3, n_vocab=N_VOCAB, **FEW_EXPERTS
+        tmp_path / "m.gguf", "qwen2moe", file_type="Q8_0", n_layer=2, n_vocab=N_VOCAB, **FEW_EXPERTS
     )
-    with both(path, **OFFLOAD) as (cpu, gpu):
-        same_steps(cpu, gpu, (2, 3), (1, 2, 1))
+    with both(path, n_slots=7) as (cpu, gpu):
+        same_steps(cpu, gpu, (2, 1), (2, 1))
         counters = gpu.expert_counters()
     assert counters is not None
     hits, misses, fills, n_on_cpu, _ = counters.sum(axis=0).tolist()
-    assert hits > 0 and misses == fills > 8, "more were filled than there are slots"
+    assert hits > 0 and misses == fills > 7, "more were filled than there are slots"
     assert n_on_cpu == 0
 
 
