@@ -293,7 +293,7 @@ def test_kernels_compile_for_gpus() -> None:
     check_compiles(151936, QUICK)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_kernels_compile_for_every_gpu() -> None:
     for n_vocab in (3000, 128256, 262144):
         check_compiles(n_vocab, ARCHITECTURES)

@@ -164,7 +164,7 @@ def test_kernel_compiles_to_wide_loads() -> None:
     assert ptx.count("st.global.v4.b32") >= 4 * len(QUICK)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_kernel_compiles_everywhere() -> None:
     compile_fill(ARCHITECTURES)
 

@@ -204,7 +204,7 @@ def test_kernels_compile_without_a_gpu() -> None:
     compile_ptx("quantize_kernel", {"N": 2048, "WIDTH": 256, "PLANES": 2}, QUICK, "activations")
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize("type_id", [*QUANTISED, *FLOATS], ids=lambda t: Type(t).name)
 def test_every_kernel_compiles_for_every_architecture(type_id: int) -> None:
     for tokens in (1, 8):

@@ -200,7 +200,7 @@ def test_kernel_compiles() -> None:
     compile_step(QUICK, 16, 4096, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize(("block_n", "block_s", "warps"), [(16, 2048, 2), (128, 16384, 16)])
 def test_kernel_compiles_everywhere(block_n: int, block_s: int, warps: int) -> None:
     compile_step(ARCHITECTURES, block_n, block_s, warps)
