@@ -63,16 +63,18 @@ def check_sound(state: SlotState) -> None:
     assert len(np.unique(ticks)) == len(ticks) and ticks.max(initial=-1) < state.clock[0]
 
 
-def run(state: SlotState, steps: int, k: int, split: str, order: str, seed: int, max_tokens: int = 8) -> None:
+def run(
+    state: SlotState, steps: int, k: int, split: str, order: str, seed: int, max_tokens: int = 8, device: str = DEVICE
+) -> None:
     rng = np.random.default_rng(seed)
-    cache = SlotCache(state, DEVICE, split=SPLITS[split](max_tokens * k), fill_order=order)
+    cache = SlotCache(state, device, split=SPLITS[split](max_tokens * k), fill_order=order)
     table = SPLITS[split](max_tokens * k)
     layers = list(state.pool_of)
     for i in range(steps):
         n_tokens = int(rng.integers(1, max_tokens + 1))
         ids = route(rng, n_tokens, k, state.n_expert)
         layer = layers[i % len(layers)]
-        cache.step(layer, tensor(ids))
+        cache.step(layer, tensor(ids).to(device))
         check_step(cache, state.step(layer, ids, table, order), n_tokens, k)
         if i % 10 == 0 or i == steps - 1:
             check_state(cache, state)
