@@ -19,7 +19,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from freetoken import native
-from freetoken.errors import ContextExceededError, EngineError, FreeTokenError, NotReadyError, RequestError
+from freetoken.errors import (
+    ContextExceededError,
+    DeviceLostError,
+    EngineError,
+    FreeTokenError,
+    NotReadyError,
+    RequestError,
+)
 from freetoken.gguf import ModelFile, open_model
 from freetoken.kvcache import KVCacheFull, Sequence
 from freetoken.options import EngineOptions, ModelOptions
@@ -202,8 +209,10 @@ class Engine:
             while not self._closing.is_set():
                 self._step()
         except Exception as error:
-            logger.exception("the engine failed")
-            self._failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            if not isinstance(error, FreeTokenError):
+                logger.exception("the engine failed")
+                error = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            self._failure = error
             self._state = EngineState.FAILED
         finally:
             self._closing.set()
@@ -483,6 +492,8 @@ class Engine:
                 slot.sequence.truncate(0)
                 if request is not None:
                     request.events.put(ErrorEvent(error))
+            if isinstance(error, DeviceLostError):
+                raise error from None
 
     def _drain(self) -> None:
         """At the end of the thread: end every request, so that no reader waits for ever."""

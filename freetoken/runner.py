@@ -53,9 +53,11 @@ class OnGpu(Protocol):
     max_stepped: int
     """Chunks up to this long run as decode steps."""
     n_chunk: int
+    first_layer: int
+    """Layers before it run on the CPU."""
 
-    def run(self, batch: Batch, should_stop: Callable[[], bool] | None) -> np.ndarray:
-        """Logits fp32 [n_outputs, n_vocab]. Raises Stopped."""
+    def run(self, batch: Batch, should_stop: Callable[[], bool] | None, hidden: np.ndarray | None = None) -> np.ndarray:
+        """Logits fp32 [n_outputs, n_vocab]; `hidden` are the states behind the layers on the CPU. Raises Stopped."""
 
     def expert_counters(self) -> np.ndarray | None:
         """Of all layers, None without experts."""
@@ -110,13 +112,17 @@ class Runner:
         is_same = self.n_threads_batch == self.n_threads
         self._pool_batch = self._pool if is_same else _pool(self.n_threads_batch, cpus)
         self.gpu: OnGpu | None = None
+        shapes = [KVShape(n_kv, spec.head_dim_k, spec.head_dim_v) for n_kv in spec.n_kv]
         if placement is not None:
-            self.n_ctx = placement.plan.n_ctx
-            self.cache = KVCache([], placement.plan.n_pages, options.cache_type_k)
+            self.n_ctx, first = placement.plan.n_ctx, placement.plan.first_layer
+            self.cache = KVCache(shapes[:first], placement.plan.n_pages, options.cache_type_k)
+            if first:
+                self._decoder = Decoder(
+                    self._pool, self._model, self.cache, n_pages_for(self.n_ctx), options.n_planes, n_layers=first
+                )
             gpu: OnGpu = import_gpu().GpuModel(file, spec, options, self._model, placement, self._pool)
             self.gpu, self.n_chunk = gpu, gpu.n_chunk
         else:
-            shapes = [KVShape(n_kv, spec.head_dim_k, spec.head_dim_v) for n_kv in spec.n_kv]
             n_pages = n_pages_for(self.n_ctx)
             n_spare = n_sequences - 1  # a last page of each sequence that is not full
             capacity = n_pages * n_sequences if options.n_parallel > 0 else n_pages + n_spare
@@ -193,7 +199,7 @@ class Runner:
 
     def chains(self, samplers: ListOf[Sampler]) -> list[Any] | None:
         """How the GPU samples for these requests, None where the host must for one of them, or the device is none."""
-        if self.gpu is None or len(samplers) > native.MAX_TOKENS:
+        if self.gpu is None or self.gpu.first_layer or len(samplers) > native.MAX_TOKENS:
             return None
         found = [import_gpu().device_chain(sampler) for sampler in samplers]
         return None if None in found else found
@@ -237,8 +243,13 @@ class Runner:
         return logits[0] if want_logits else None
 
     def _run(self, batch: Batch, should_stop: Callable[[], bool] | None) -> np.ndarray:
-        if self.gpu is not None:
-            return self.gpu.run(batch, should_stop)
+        if self.gpu is None:
+            return self._run_on_cpu(batch, should_stop)
+        hidden = self._run_on_cpu(batch, should_stop) if self.gpu.first_layer else None
+        return self.gpu.run(batch, should_stop, hidden)
+
+    def _run_on_cpu(self, batch: Batch, should_stop: Callable[[], bool] | None) -> np.ndarray:
+        """Logits, or hidden states where layers on a GPU follow."""
         if batch.n <= native.MAX_TOKENS:
             return self._decoder.run(batch)
         return self._long_pass().run(batch, should_stop)
@@ -246,7 +257,8 @@ class Runner:
     def _long_pass(self) -> LongPass:
         if self._prefill is None:
             make = import_prefill()
-            self._prefill = make(self._pool_batch, self._model, self.cache, self._decoder.head_logits)
+            n_layers = self.gpu.first_layer if self.gpu is not None else None
+            self._prefill = make(self._pool_batch, self._model, self.cache, self._decoder.head_logits, n_layers)
         return self._prefill
 
 

@@ -13,11 +13,12 @@ import pytest
 from freetoken import engine as engine_module
 from freetoken.batch import Batch
 from freetoken.engine import Engine
+from freetoken.errors import DeviceLostError, NotReadyError
 from freetoken.gpu.chain import device_chain
 from freetoken.kernels.sampler import Mode
 from freetoken.kvcache import Sequence
 from freetoken.options import EngineOptions, ModelOptions
-from freetoken.request import DoneEvent, ErrorEvent, Request, SamplingParams, TokenEvent
+from freetoken.request import DoneEvent, EngineState, ErrorEvent, Request, SamplingParams, TokenEvent
 from freetoken.runner import Runner
 from freetoken.sampler import Sampler
 from tools import tiny_models
@@ -161,6 +162,29 @@ def test_cancelling_stops_the_steps(path: Path, monkeypatch: pytest.MonkeyPatch)
         assert answer_of(made, GREEDY)[1] == "limit", "the slot serves on"
     finally:
         made.close()
+
+
+class LostRunner(AheadRunner):
+    """A device that fails for good at its fourth step."""
+
+    def launch(self, *args: Any, **more: Any) -> Done:
+        if type(self).n_launched >= 3:
+            raise DeviceLostError("the GPU failed: unspecified launch failure")
+        return super().launch(*args, **more)
+
+
+def test_a_lost_device_ends_the_engine(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "Runner", LostRunner)
+    monkeypatch.setattr(LostRunner, "n_launched", 0)
+    made = engine(path)
+    running, waiting = (Request(prompt=[5, 9, 11], params=GREEDY) for _ in range(2))
+    made.submit(running)
+    with pytest.raises(DeviceLostError, match="unspecified"):
+        answer(running)
+    made.close()
+    assert made.state is EngineState.FAILED and isinstance(made.failure, DeviceLostError)
+    with pytest.raises(NotReadyError):
+        made.submit(waiting)
 
 
 def answer_of(made: Engine, params: SamplingParams) -> tuple[list[int], str]:

@@ -32,9 +32,9 @@ def wide_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def both(path: Path, n_slots: int = 0) -> Iterator[tuple[Runner, Runner]]:
+def both(path: Path, n_slots: int = 0, n_gpu_layers: int = -2) -> Iterator[tuple[Runner, Runner]]:
     """A runner on the CPU and one whose device is the interpreter, with so few slots where a number is given."""
-    wishes = EngineOptions(n_threads=1, n_ctx=N_CTX, n_gpu_layers=-2)
+    wishes = EngineOptions(n_threads=1, n_ctx=N_CTX, n_gpu_layers=n_gpu_layers)
     with open_model(path) as file:
         spec = read_spec(file)
         plan = make_plan(file, spec, wishes, 1 << 30, N_CTX, 3)
@@ -94,3 +94,17 @@ def test_steps_of_every_architecture(arch: str, file_type: str, tmp_path: Path) 
     path = tiny_models.write(tmp_path / "m.gguf", arch, file_type=file_type, n_layer=2, n_vocab=N_VOCAB)
     with both(path) as (cpu, gpu):
         same_steps(cpu, gpu, (8, 7, 5), (3, 1, 2))
+
+
+@pytest.mark.parametrize("n_gpu_layers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_first_layers_on_the_cpu(n_gpu_layers: int, tmp_path: Path) -> None:
+    """-ngl counts the head first: 1 is the head alone, 2 the last layer too."""
+    path = tiny_models.write(tmp_path / "m.gguf", "qwen3", file_type="F16", n_layer=2, n_vocab=N_VOCAB)
+    with both(path, n_gpu_layers=n_gpu_layers) as (cpu, gpu):
+        assert gpu.gpu is not None and gpu.gpu.first_layer == 3 - n_gpu_layers
+        same_steps(cpu, gpu, (3,), (1,))
+        prompt = np.random.default_rng(2).integers(3, N_VOCAB, 60).tolist()
+        a, b = cpu.new_sequence(), gpu.new_sequence()
+        want, got = cpu.prefill(a, prompt), gpu.prefill(b, prompt)
+        assert want is not None and got is not None
+        assert np.abs(got - want).max() < 0.01 * want.std()

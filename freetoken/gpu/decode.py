@@ -17,6 +17,7 @@ import torch
 from freetoken.batch import Batch
 from freetoken.blocks import Model, Weight
 from freetoken.gpu.arena import Arena
+from freetoken.gpu.failures import translated
 from freetoken.gpu.inputs import N_MIRRORS, Draws, Inputs
 from freetoken.gpu.kv import DeviceKV
 from freetoken.gpu.lower import ExpertLaunches, Launch, Lowering, Room
@@ -24,6 +25,7 @@ from freetoken.gpu.trace import Trace
 from freetoken.gpu.weights import DeviceWeights, weight_class
 from freetoken.kernels.activations import MAX_TOKENS, empty_activation, quantize
 from freetoken.kernels.attention import max_splits
+from freetoken.kernels.bias import add_biases
 from freetoken.kernels.matvec import matvec
 from freetoken.kernels.sampler import SampleRoom, sample
 
@@ -62,7 +64,8 @@ class Step:
     def wait(self) -> tuple[list[int], list[int]]:
         """Tokens, and for each 0, or 1 where the host must sample it. To be asked once, in the order of the steps."""
         if self._done is not None:
-            self._done.synchronize()
+            with translated(self._results.device):
+                self._done.synchronize()
         tokens, status = self._results.tolist()
         return tokens, status
 
@@ -79,9 +82,13 @@ class GpuDecoder:
         experts: ExpertLaunches | None,
         n_positions: int,
         n_planes: int,
+        n_embd: int,
+        first_layer: int = 0,
     ) -> None:
-        """`n_positions` is the longest context of a sequence."""
+        """`n_positions` is the longest context of a sequence; layers before `first_layer` run elsewhere."""
         self._model = model
+        self._first_layer = first_layer
+        self._n_embd = n_embd
         self._weights = weights
         self._kv = kv
         self._inputs = inputs
@@ -100,10 +107,11 @@ class GpuDecoder:
         ]
         self._turn = 0
 
-    def run(self, batch: Batch) -> np.ndarray:
-        """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab], the caller's own."""
+    def run(self, batch: Batch, hidden: np.ndarray | None = None) -> np.ndarray:
+        """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab], the caller's own. `hidden` fp32 [n,
+        n_embd] are the states behind the layers that ran elsewhere."""
         program = self.program(batch.n, batch.n_outputs, int(batch.positions.max()) + 1)
-        self._inputs.fill(batch)
+        self._inputs.fill(batch, hidden=hidden)
         program.replay()
         return self._read(program.lowered.logits)
 
@@ -118,7 +126,7 @@ class GpuDecoder:
         results.copy_(self._sampled[:, : batch.n], non_blocking=True)
         done = None
         if self._is_cuda:
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         return Step(results, done)
 
@@ -150,7 +158,7 @@ class GpuDecoder:
 
     def _make(self, shape: Shape) -> Program:
         trace = Trace(shape.n, shape.n_outputs)
-        self._model.forward(trace)
+        self._write_down(trace)
         lowered = Lowering(
             trace,
             self._weights,
@@ -166,13 +174,23 @@ class GpuDecoder:
             lowered.launches.append(partial(self._sample, lowered.logits))
         if not self._is_cuda:
             return Program(lowered, partial(_run_all, lowered.launches))
+        sampled = self._inputs.tokens.clone()  # by a step under way, whose follower this program may be
         self._inputs.fill_trial(shape.n)
         _run_all(lowered.launches)  # compiles what is new, which a capture must not do
+        self._inputs.tokens.copy_(sampled)
         torch.cuda.synchronize(self._weights.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             _run_all(lowered.launches)
         return Program(lowered, graph.replay)
+
+    def _write_down(self, trace: Trace) -> None:
+        if not self._first_layer:
+            self._model.forward(trace)
+            return
+        n_layer = len(self._kv.k)
+        x = self._model.run_layers(trace, trace.entry(self._n_embd), self._first_layer, n_layer)
+        self._model.finish(trace, trace.outputs(x))
 
     def _sample(self, logits: torch.Tensor) -> None:
         """Sample the next tokens to where this step's stood, and to where the host reads them."""
@@ -180,6 +198,7 @@ class GpuDecoder:
             self._sample_room = SampleRoom.empty(MAX_TOKENS, logits.shape[1], logits.device)
         n, inputs = len(logits), self._inputs
         tokens, status = self._sampled[0, :n], self._sampled[1, :n]
+        add_biases(logits, inputs.biases)
         sample(logits, inputs.params, inputs.uniforms, tokens, status, self._sample_room)
         inputs.tokens[:n].copy_(tokens)
 

@@ -174,7 +174,9 @@ class Lowering:
         state = self._state(node)
         if state.rows is not None or state.quantised:
             return
-        if isinstance(node, t.Embedding):
+        if isinstance(node, t.Entry):
+            state.rows = self._inputs.hidden(node.width)[: node.n]
+        elif isinstance(node, t.Embedding):
             state.rows = self._take(node, node.n, node.width)
             table = EmbeddingTable.of(self._weights.matrix(node.weight), node.n)
             self._add(partial(embed, table, self._inputs.tokens[: node.n], state.rows, node.scale))

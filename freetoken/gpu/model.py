@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import numpy as np
@@ -22,12 +22,14 @@ from freetoken.gpu import driver
 from freetoken.gpu.chain import DeviceParams, device_chain
 from freetoken.gpu.decode import GpuDecoder, Step
 from freetoken.gpu.experts import GpuExperts, Staging
+from freetoken.gpu.failures import translated
 from freetoken.gpu.inputs import Draws, Inputs
 from freetoken.gpu.kv import DeviceKV
 from freetoken.gpu.place import Placement, place
 from freetoken.gpu.prefill import Prefill
 from freetoken.gpu.weights import DeviceWeights
 from freetoken.kernels.activations import MAX_TOKENS
+from freetoken.kernels.bias import N_BIASES
 from freetoken.kernels.pages import PAGE
 from freetoken.kernels.sampler import N_FIELDS
 from freetoken.kvcache import KVShape, n_pages_for
@@ -40,8 +42,11 @@ __all__ = ["GpuModel", "device_chain", "place"]
 logger = logging.getLogger(__name__)
 
 N_PIN_THREADS = 4
-MAX_STEPPED = 1 << 30
-"""Prompts run as decode steps, whatever their length, where no buffer is left for whole layers."""
+MAX_STEPPED = 64
+"""Prompts up to this long run as decode steps of 8 where all experts are on the GPU: 8 steps of some 7 ms are less than
+what a pass of many tokens takes whatever their number."""
+CPU_STEPPED = 48
+"""The same where the first layers run on the CPU (`runner.MAX_STEPPED`)."""
 N_CHUNK = 4096
 """Tokens of a prefill chunk where -b and -ub are not given: the experts are streamed once for each."""
 
@@ -62,64 +67,87 @@ class GpuModel:
         started = time.monotonic()
         plan = self.plan = placement.plan
         device = self.device = torch.device(placement.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of the engine's thread
         shapes = [KVShape(n_kv, spec.head_dim_k, spec.head_dim_v) for n_kv in spec.n_kv]
         n_ctx_pages = n_pages_for(plan.n_ctx)
-        streams = plan.backend != "offload" or plan.n_buffers > 0
-        self.max_stepped = MAX_TOKENS if streams else MAX_STEPPED
-        self.n_chunk = options.n_chunk if options.n_chunk != EngineOptions().n_chunk else N_CHUNK
+        self.first_layer = plan.first_layer
+        self.max_stepped = _max_stepped(plan)
+        self.n_chunk = options.n_chunk if options.n_chunk != EngineOptions().n_chunk or plan.first_layer else N_CHUNK
         self._pinned: Pinned | None = None
-        kv = DeviceKV(shapes, plan.n_pages, options.cache_type_k, device)
+        kv = DeviceKV(shapes, plan.n_pages, options.cache_type_k, device, plan.first_layer)
         self._weights = DeviceWeights(device, pool)
         self._model, self._kv = model, kv
         self._prefill: Prefill | None = None
         inputs = Inputs(n_ctx_pages, kv.spare, device)
         self.experts: GpuExperts | None = None
-        if spec.is_moe:
+        if plan.classes:
             self.experts = self._expert_slots(file, spec, options)
         n_positions = n_ctx_pages * PAGE
-        self.decoder = GpuDecoder(model, self._weights, kv, inputs, self.experts, n_positions, options.n_planes)
+        self.decoder = GpuDecoder(
+            model,
+            self._weights,
+            kv,
+            inputs,
+            self.experts,
+            n_positions,
+            options.n_planes,
+            spec.n_embd,
+            plan.first_layer,
+        )
         logger.info("%s: weights and cache ready in %.2f s", device, time.monotonic() - started)
 
-    def run(self, batch: Batch, should_stop: Callable[[], bool] | None) -> np.ndarray:
-        """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab]. Raises Stopped."""
-        if batch.n <= MAX_TOKENS:
-            return self.decoder.run(batch)
-        with self.experts.streaming() if self.experts is not None else nullcontext():
-            logits = self._long_pass().run(batch, should_stop)
-        found: np.ndarray = logits.cpu().numpy()
-        return found
+    def run(self, batch: Batch, should_stop: Callable[[], bool] | None, hidden: np.ndarray | None = None) -> np.ndarray:
+        """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab]. `hidden` fp32 [n, n_embd] are the states
+        behind the layers that run on the CPU. Raises Stopped."""
+        with translated(self.device):
+            if batch.n <= MAX_TOKENS:
+                return self.decoder.run(batch, hidden)
+            with self.experts.streaming() if self.experts is not None else nullcontext():
+                logits = self._long_pass().run(batch, should_stop, hidden=hidden)
+            found: np.ndarray = logits.cpu().numpy()
+            return found
 
     def expert_counters(self) -> np.ndarray | None:
         """int64 [n_layer, 5] by `experts.slots.COUNTERS`, None without experts."""
         return None if self.experts is None else self.experts.counters()
 
-    def launch(
-        self, batch: Batch, chains: Sequence[DeviceParams], uniforms: Sequence[float], *, follows: bool
-    ) -> Step:
+    def launch(self, batch: Batch, chains: Sequence[DeviceParams], uniforms: Sequence[float], *, follows: bool) -> Step:
         """Start a decode step that samples its tokens itself (`GpuDecoder.launch`)."""
-        params = np.zeros((batch.n, N_FIELDS), np.int32)
-        for row, chain in zip(params, chains, strict=True):
-            chain.write(row)
-        return self.decoder.launch(batch, Draws(params, np.asarray(uniforms, np.float64)), follows=follows)
+        params, biases = np.zeros((batch.n, N_FIELDS), np.int32), np.zeros((batch.n, 2, N_BIASES), np.int32)
+        for row, chain in enumerate(chains):
+            chain.write(params[row])
+            chain.write_biases(biases[row])
+        draws = Draws(params, biases, np.asarray(uniforms, np.float64))
+        with translated(self.device):
+            return self.decoder.launch(batch, draws, follows=follows)
 
     def _long_pass(self) -> Prefill:
         if self._prefill is None:
             self.decoder.program(1, 1, 1)  # matrices are joined as its launches want them, so it comes first
             self._prefill = Prefill(
-                self._model, self._weights, self._kv, self.decoder.head_logits, self.device, self.experts
+                self._model,
+                self._weights,
+                self._kv,
+                self.decoder.head_logits,
+                self.device,
+                self.experts,
+                first_layer=self.first_layer,
             )
         return self._prefill
 
     def close(self) -> None:
         """Unlock the experts' pages. The model must not be used afterwards."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        with suppress(RuntimeError):  # of a device that is lost
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
         if self._pinned is not None:
             self._pinned.close()
             self._pinned = None
 
     def _expert_slots(self, file: ModelFile, spec: ModelSpec, options: EngineOptions) -> GpuExperts:
-        layers: Sequence[LayerBanks | None] = expert_banks(spec, file)
+        first = self.first_layer
+        layers: Sequence[LayerBanks | None] = [None] * first + list(expert_banks(spec, file)[first:])
         if self.device.type == "cuda":
             self._pinned = self._pin(layers)
             layers = self._pinned.layers
@@ -153,6 +181,13 @@ class GpuModel:
                 "to locked memory: raise the limit on locked memory (ulimit -l), or run on the CPU with -ngl 0"
             )
         return pinned
+
+
+def _max_stepped(plan: GpuPlan) -> int:
+    """Tokens of a prompt up to which it runs as decode steps of 8."""
+    if plan.backend == "offload":
+        return MAX_TOKENS if plan.n_buffers else 1 << 30  # without a buffer no layer can be streamed
+    return max(MAX_STEPPED, CPU_STEPPED if plan.first_layer else 0)
 
 
 def _staging(plan: GpuPlan) -> Staging | int:

@@ -39,13 +39,6 @@ def place(
         logger.warning("%s: all layers run on the CPU", reason)
         return None
     plan = make_plan(file, spec, options, driver.free_bytes(card.index), n_ctx, n_sequences)
-    if plan.first_layer:
-        logger.warning(
-            "the GPU has room for %d of %d layers, and layers cannot be shared with the CPU yet: all run there",
-            plan.n_gpu_layers,
-            plan.n_layer,
-        )
-        return None
     logger.info("%s", card)
     logger.info("%s", plan)
     for note in plan.notes:

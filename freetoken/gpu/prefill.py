@@ -77,9 +77,12 @@ class Prefill:
         *,
         scratch: Scratch | None = None,
         keep: Keep | None = None,
+        first_layer: int = 0,
     ) -> None:
-        """`pool` holds the routed experts of a model that has some; `keep` may take staged ones over."""
+        """`pool` holds the routed experts of a model that has some; `keep` may take staged ones over. Layers before
+        `first_layer` run elsewhere."""
         self._model = model
+        self._first_layer, self._n_layer = first_layer, len(pages.k)
         self._ops = PrefillOps(weights, pages, head_logits, device, pool, scratch or Scratch(device), keep)
 
     def run(
@@ -88,8 +91,10 @@ class Prefill:
         should_stop: Callable[[], bool] | None = None,
         between_layers: Callable[[], bool] | None = None,
         plan: str | None = None,
+        hidden: np.ndarray | None = None,
     ) -> Tensor:
-        """Queue a chunk; logits fp32 [n_outputs, n_vocab] on the device. Raises Stopped.
+        """Queue a chunk; logits fp32 [n_outputs, n_vocab] on the device. Raises Stopped. `hidden` fp32 [n, n_embd] are
+        the states behind the first `first_layer` layers, which ran elsewhere.
 
         `between_layers` is called before each layer but the first and may run decode steps of others; it says whether
         experts may have changed slots. `plan` "stream" or "on_demand" overrides the cost model.
@@ -97,10 +102,21 @@ class Prefill:
         with torch.inference_mode():
             try:
                 self._ops.begin(batch, should_stop, between_layers, plan)
-                logits: Tensor = self._model.forward(self._ops)
-                return logits
+                return self._forward(hidden)
             finally:
                 self._ops.end()
+
+
+    def _forward(self, hidden: np.ndarray | None) -> Tensor:
+        ops, model = self._ops, self._model
+        if hidden is None:
+            x: Tensor = model.start(ops)
+        else:
+            x = upload(hidden, ops.device)
+        n_outputs = ops.n_outputs
+        x = model.run_layers(ops, x, self._first_layer, self._n_layer)
+        logits: Tensor = model.finish(ops, x[len(x) - n_outputs :])
+        return logits
 
 
 class PrefillOps:
@@ -131,6 +147,15 @@ class PrefillOps:
         self._planes = torch.full((1,), PLANES, dtype=torch.int32, device=device)
         self._angles: dict[tuple[int, int], Tensor] = {}
         self._tables: dict[int, RopeTable] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def n_outputs(self) -> int:
+        """Rows of the chunk whose logits are wanted."""
+        return self._batch.n_outputs
 
     def begin(
         self,
