@@ -69,12 +69,25 @@ def test_a_mixture_whose_experts_take_turns(tmp_path: Path) -> None:
         tmp_path / "m.gguf", "qwen2moe", file_type="Q8_0", n_layer=2, n_vocab=N_VOCAB, **FEW_EXPERTS
     )
     with both(path, n_slots=7) as (cpu, gpu):
-        same_steps(cpu, gpu, (2, 1), (2, 1))
+        same_steps(cpu, gpu, (2, 1), (2,))
         counters = gpu.expert_counters()
     assert counters is not None
     hits, misses, fills, n_on_cpu, _ = counters.sum(axis=0).tolist()
     assert hits > 0 and misses == fills > 7, "more were filled than there are slots"
     assert n_on_cpu == 0
+
+
+def test_steps_that_follow_a_text(tmp_path: Path) -> None:
+    """Each is launched before the one ahead has ended, with the text's token instead of the sampled one."""
+    path = tiny_models.write(tmp_path / "m.gguf", "qwen3", file_type="F16", n_layer=1, n_vocab=N_VOCAB)
+    with both(path) as (cpu, gpu):
+        logits = []
+        for runner in (cpu, gpu):
+            sequence = runner.new_sequence()
+            runner.follow(sequence, [5, 9, 7])
+            assert sequence.tokens == [5, 9, 7]
+            logits.append(runner.decode([sequence], [11]))
+        np.testing.assert_array_equal(logits[0].view(np.int32), logits[1].view(np.int32))
 
 
 CASES = [("llama", "Q4_1"), ("gemma3", "Q4_0"), ("olmoe", "F16")]

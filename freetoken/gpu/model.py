@@ -19,7 +19,7 @@ from freetoken.experts.bank import LayerBanks, expert_banks
 from freetoken.experts.pin import Pinned, Rung, pin_banks
 from freetoken.gguf import ModelFile
 from freetoken.gpu import driver
-from freetoken.gpu.chain import DeviceParams, device_chain
+from freetoken.gpu.chain import GREEDY, DeviceParams, device_chain
 from freetoken.gpu.decode import GpuDecoder, Step
 from freetoken.gpu.experts import GpuExperts, Staging
 from freetoken.gpu.failures import translated
@@ -37,7 +37,7 @@ from freetoken.options import EngineOptions
 from freetoken.plan import GpuPlan
 from freetoken.spec import ModelSpec
 
-__all__ = ["GpuModel", "device_chain", "place"]
+__all__ = ["GREEDY", "GpuModel", "device_chain", "place"]
 
 logger = logging.getLogger(__name__)
 
