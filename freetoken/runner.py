@@ -7,6 +7,7 @@ that raises leaves every sequence as it was.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListOf
 from typing import Any, Protocol
@@ -57,6 +58,7 @@ class OnGpu(Protocol):
     n_chunk: int
     first_layer: int
     """Layers before it run on the CPU."""
+    plan: GpuPlan
 
     def run(self, batch: Batch, should_stop: Callable[[], bool] | None, hidden: np.ndarray | None = None) -> np.ndarray:
         """Logits fp32 [n_outputs, n_vocab]; `hidden` are the states behind the layers on the CPU. Raises Stopped."""
@@ -248,6 +250,24 @@ class Runner:
         positions = np.asarray([len(s) + ahead for s in sequences], np.int32)
         batch = Batch(np.asarray(tokens, np.int32), positions, [s.page_table for s in sequences], len(sequences))
         return self.gpu.launch(batch, chains, uniforms, follows=ahead > 0)
+
+    def follow(self, sequence: Sequence, tokens: ListOf[int]) -> None:
+        """Append tokens one by one, each in a decode step of its own, for measuring: a GPU samples in each and has the
+        next step before it ends, as it has when the engine generates."""
+        if self.gpu is None or self.gpu.first_layer:
+            for token in tokens:
+                self.decode([sequence], [token])
+            return
+        sequence.reserve(len(tokens))
+        chains, under_way = [import_gpu().GREEDY], deque[Launched]()
+        for position, token in enumerate(tokens, len(sequence)):
+            batch = Batch(np.array([token], np.int32), np.array([position], np.int32), [sequence.page_table], 1)
+            under_way.append(self.gpu.launch(batch, chains, [0.0], follows=False))
+            if len(under_way) == 2:
+                under_way.popleft().wait()
+        for step in under_way:
+            step.wait()
+        sequence.extend(tokens)
 
     def close(self) -> None:
         """Free the GPU and end the threads. The runner must not be used afterwards."""

@@ -17,7 +17,7 @@ from freetoken.experts.bank import LayerBanks, expert_banks
 from freetoken.experts.pin import Pinned
 from freetoken.gguf import ModelFile
 from freetoken.gpu.ahead import pin_experts, timed
-from freetoken.gpu.chain import DeviceParams, device_chain
+from freetoken.gpu.chain import GREEDY, DeviceParams, device_chain
 from freetoken.gpu.decode import GpuDecoder, Step
 from freetoken.gpu.experts import GpuExperts, Staging
 from freetoken.gpu.failures import translated
@@ -36,7 +36,7 @@ from freetoken.options import EngineOptions
 from freetoken.plan import GpuPlan
 from freetoken.spec import ModelSpec
 
-__all__ = ["GpuModel", "device_chain", "place"]
+__all__ = ["GREEDY", "GpuModel", "device_chain", "place"]
 
 logger = logging.getLogger(__name__)
 
