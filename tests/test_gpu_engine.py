@@ -28,7 +28,7 @@ FEW_EXPERTS = {"n_expert": 6, "n_used": 2, "n_ff_exp": 32}
 
 @pytest.fixture(autouse=True)
 def wide_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matvec, "_shape", lambda type_id, tokens: (128, 1))
+    monkeypatch.setattr(matvec, "_shape", lambda kernel, type_id, tokens: matvec._Shape(128, 1))
 
 
 @contextmanager
