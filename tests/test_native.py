@@ -240,7 +240,7 @@ def test_joined_products_need_one_before_them(pool: Pool) -> None:
     op = native.Op(code=native.OP_MATVEC, n=1)
     op.i[: len(joined["i"])] = joined["i"]
     op.p[:3] = [array.ctypes.data for array in joined["p"]]
-    run = native._library().ft_run
+    run = native.library().ft_run
     assert run(pool.handle, (native.Op * 1)(op), 1) == -1
     first = native.Op.from_buffer_copy(op)
     first.i[7] = 0
@@ -332,8 +332,8 @@ def test_variants() -> None:
 
 
 def test_missing_and_foreign_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = native._library()
-    native._library.cache_clear()
+    loaded = native.library()
+    native.library.cache_clear()
     try:
         monkeypatch.setattr(native, "ABI_VERSION", 99)
         with pytest.raises(EngineError, match=r"expected \(99, .*build it again"):
@@ -343,8 +343,8 @@ def test_missing_and_foreign_library(monkeypatch: pytest.MonkeyPatch) -> None:
             native.variant()
     finally:
         monkeypatch.undo()
-        native._library.cache_clear()
-    assert native._library().ft_abi_version() == loaded.ft_abi_version()
+        native.library.cache_clear()
+    assert native.library().ft_abi_version() == loaded.ft_abi_version()
 
 
 @pytest.mark.parametrize(
