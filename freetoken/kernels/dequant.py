@@ -36,7 +36,7 @@ MAX_FIELDS = 5
 
 
 @functools.lru_cache(maxsize=64)
-def _table(type_id: int, device: torch.device) -> torch.Tensor | None:
+def table_of(type_id: int, device: torch.device) -> torch.Tensor | None:
     """What the type's values are looked up in, int32; None for types that need nothing."""
     if type_id in (GgmlType.IQ4_NL, GgmlType.IQ4_XS):
         values = np.array(IQ4.value, "<i4").view(np.int8)
@@ -197,7 +197,7 @@ def dequantise(
     launch(
         dequantise_kernel,
         (triton.cdiv(rows * a_row, values // width), n, 1),
-        (addresses, forms, first_units, out, _table(type_id, out.device), first_row * a_row, rows * a_row, *starts),
+        (addresses, forms, first_units, out, table_of(type_id, out.device), first_row * a_row, rows * a_row, *starts),
         (int(type_id), block_bytes, width, values // width, align, layout.is_identity(type_id)),
         warps=4,
     )

@@ -18,7 +18,7 @@ from freetoken.kernels.checks import check
 from freetoken.kernels.fast_launch import launch
 from freetoken.kernels.functions import activate
 
-__all__ = ["Rows", "Tile", "expert_glu_rows", "expert_products", "product", "tile_for", "tiles"]
+__all__ = ["Rows", "Tile", "expert_glu_rows", "expert_products", "glu_product", "product", "tile_for", "tiles"]
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,19 @@ def product(x: Rows, w: torch.Tensor, out: torch.Tensor, tile: Tile, bias: torch
     if n:
         grid = triton.cdiv(n, tile.m) * triton.cdiv(rows, tile.n)
         _launch(grid, tile, (x.x, x.scale, None, None, w, out, bias, n, 0, 0, 0, out.stride(0)), rows, cols, -1)
+
+
+def glu_product(x: Rows, w: torch.Tensor, out: torch.Tensor, tile: Tile, activation: int) -> None:
+    """out fp32 [n, rows] (rows may lie apart) = act(gate x) * (up x), w fp16 [2, rows, cols] gate and up."""
+    n, cols = x.x.shape
+    rows = w.shape[1]
+    check("w", w, torch.float16, 2, rows, cols)
+    check("x", x.x, torch.float16, n, cols)
+    _check_out(out, n, rows)
+    if n:
+        grid = triton.cdiv(n, tile.m) * triton.cdiv(rows, tile.n)
+        arguments = (x.x, x.scale, None, None, w, out, None, n, 0, 0, rows * cols, out.stride(0))
+        _launch(grid, tile, arguments, rows, cols, activation)
 
 
 def expert_glu_rows(
