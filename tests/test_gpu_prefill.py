@@ -25,8 +25,9 @@ from freetoken.experts.memory import slot_sizes
 from freetoken.experts.stream import ExpertStream, choose_plan
 from freetoken.gguf import open_model
 from freetoken.gpu.kv import DeviceKV
-from freetoken.gpu.mixture import Scratch, cut, spread
+from freetoken.gpu.mixture import cut, spread
 from freetoken.gpu.prefill import Prefill
+from freetoken.gpu.scratch import Scratch
 from freetoken.gpu.weights import DeviceWeights
 from freetoken.kernels import layout
 from freetoken.kvcache import KVCache, KVShape
@@ -49,10 +50,10 @@ def threads() -> Iterator[native.Pool]:
 class Embedding(DeviceWeights):
     """Dense weights, with embeddings decoded on the host."""
 
-    def embed(self, weight: Weight, tokens: np.ndarray) -> torch.Tensor:
+    def embed(self, weight: Weight, tokens: np.ndarray, out: torch.Tensor) -> None:
         x = np.empty((len(tokens), weight.cols), np.float32)
         self._pool.dequantize(weight.type, np.ascontiguousarray(weight.data[tokens]), x)
-        return torch.from_numpy(x)
+        out.copy_(torch.from_numpy(x))
 
 
 @dataclass

@@ -60,9 +60,9 @@ def coded_tile(n_rows: float, capability: int) -> CodedTile:
     return CodedTile(m, 128 if capability == 0 else 32)
 
 
-def can_be_coded(type_id: int) -> bool:
-    """Whether there is a product for a type."""
-    return type_id in TYPE_CLASS and not is_float(type_id)
+def can_be_coded(type_id: int, capability: int) -> bool:
+    """Whether there is a product for a type that pays on a card: without tensor cores it does not."""
+    return type_id in TYPE_CLASS and not is_float(type_id) and (capability == 0 or capability >= 80)
 
 
 @triton.jit

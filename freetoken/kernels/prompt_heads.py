@@ -75,15 +75,15 @@ def turn_heads_kernel(
         x = q + row * q_stride
         turn(x, q_norm, q_eps, mine, x, head, DIM, N_HEAD, DIM, HALF, BLOCK, TAIL, IS_NEOX)
     else:
-        head = (item - N_Q) * H_KV + tl.arange(0, H_KV)[:, None]
+        kv_head = (item - N_Q) * H_KV + tl.arange(0, H_KV)[:, None]
         position = start + tl.program_id(0)
         first = tl.load(table + position // 256).to(tl.int64) * (N_KV * 256) + position % 256
-        turn(k + row * k_stride, k_norm, k_eps, mine, k_pages + first * DIM, head, 256 * DIM,
+        turn(k + row * k_stride, k_norm, k_eps, mine, k_pages + first * DIM, kv_head, 256 * DIM,
              N_KV, DIM, HALF, BLOCK, TAIL, IS_NEOX)  # fmt: skip
         at = tl.arange(0, BLOCK_V)[None, :]
-        mask = (head < N_KV) & (at < DIM_V)
-        value = tl.load(v + row * v_stride + head * DIM_V + at, mask=mask, other=0.0)
-        tl.store(v_pages + first * DIM_V + head * (256 * DIM_V) + at, value.to(v_pages.dtype.element_ty), mask=mask)
+        mask = (kv_head < N_KV) & (at < DIM_V)
+        value = tl.load(v + row * v_stride + kv_head * DIM_V + at, mask=mask, other=0.0)
+        tl.store(v_pages + first * DIM_V + kv_head * (256 * DIM_V) + at, value.to(v_pages.dtype.element_ty), mask=mask)
 
 
 def turn_heads(

@@ -172,16 +172,19 @@ def combine(
 
 @triton.jit(do_not_specialize=["first", "end"])
 def add_expert_rows_kernel(rows, positions, weights, y, first, end, N: tl.constexpr, K: tl.constexpr,
-                           BLOCK: tl.constexpr):  # fmt: skip
+                           BLOCK: tl.constexpr, IS_FIRST: tl.constexpr):  # fmt: skip
     token = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     n = 0
     for i in range(K):
         position = tl.load(positions + token * K + i)
         n += ((position >= first) & (position < end)).to(tl.int32)
-    if n > 0:
+    if IS_FIRST or n > 0:
         place = y + token.to(tl.int64) * N + at
-        total = tl.load(place, mask=at < N, other=0.0)
+        if IS_FIRST:
+            total = tl.zeros([BLOCK], tl.float32)
+        else:
+            total = tl.load(place, mask=at < N, other=0.0)
         for i in range(K):
             position = tl.load(positions + token * K + i)
             if (position >= first) & (position < end):
@@ -191,9 +194,10 @@ def add_expert_rows_kernel(rows, positions, weights, y, first, end, N: tl.conste
 
 
 def add_expert_rows(
-    rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor, y: torch.Tensor, first: int, end: int
-) -> None:
-    """y fp32 [n, width] += weights * rows, for routed pairs whose position is in [first, end).
+    rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor, y: torch.Tensor, first: int, end: int,
+    *, is_first: bool = False,
+) -> None:  # fmt: skip
+    """y fp32 [n, width] += weights * rows, for routed pairs whose position is in [first, end); `is_first`: y was 0.
 
     `rows` fp32 [end - first, width]; `positions` int32 and `weights` fp32 [n, k]: each token's pairs, in the order in
     which they are added. Since y goes on where it stood, it does not matter how positions are cut into calls.
@@ -205,6 +209,6 @@ def add_expert_rows(
     check("weights", weights, torch.float32, n, k)
     check("y", y, torch.float32, n, width)
     block = min(next_power_of_2(width), 1024)
-    if n and end > first:
+    if n and (end > first or is_first):
         grid = (n, triton.cdiv(width, block), 1)
-        launch(add_expert_rows_kernel, grid, (rows, positions, weights, y, first, end), (width, k, block), warps=4)
+        launch(add_expert_rows_kernel, grid, (rows, positions, weights, y, first, end), (width, k, block, is_first), 4)

@@ -15,7 +15,7 @@ import triton.language as tl
 from freetoken.kernels.checks import check, next_power_of_2
 from freetoken.kernels.fast_launch import launch
 
-__all__ = ["Sorted", "list_tiles", "sort_pairs", "sort_room"]
+__all__ = ["Sorted", "count_pairs", "list_tiles", "sort_pairs", "sort_room"]
 
 ONE_LAUNCH = 4096
 """Up to so many pairs each block counts the ones before itself."""
@@ -34,6 +34,10 @@ class Sorted:
     starts: torch.Tensor
     counts: torch.Tensor
     """int32 [blocks, n_expert], room for what blocks count; not read by others."""
+    tail_counts: torch.Tensor
+    """int32 [blocks, n_expert], for `count_pairs` of the last tokens."""
+    summary: torch.Tensor
+    """int32: `starts` and `tail_counts` in one piece, for the host."""
 
 
 @triton.jit
@@ -92,19 +96,32 @@ def sort_kernel(
     tl.store(sorted_weights + token * K + rank, tl.load(weights + pair, mask=is_there, other=0.0), mask=is_there)
 
 
-def sort_room(n: int, k: int, n_expert: int, device: torch.device) -> Sorted:
-    """Room for the pairs of n tokens."""
+def sort_room(n: int, k: int, n_expert: int, device: torch.device, n_tail: int = 0) -> Sorted:
+    """Room for the pairs of n tokens, of which the last n_tail may be counted."""
 
     def integers(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
     weights = torch.empty((n, k), dtype=torch.float32, device=device)
-    n_blocks = triton.cdiv(n * k, _block(n_expert))
-    return Sorted(integers(n * k), integers(n, k), weights, integers(n_expert + 1), integers(n_blocks, n_expert))
+    b = _block(n_expert)
+    n_tail_blocks = triton.cdiv(min(n_tail, n) * k, b)
+    summary = integers(n_expert + 1 + n_tail_blocks * n_expert)
+    starts, tail = summary[: n_expert + 1], summary[n_expert + 1 :].view(n_tail_blocks, n_expert)
+    counts = integers(triton.cdiv(n * k, b), n_expert)
+    return Sorted(integers(n * k), integers(n, k), weights, starts, counts, tail, summary)
 
 
 def _block(n_expert: int) -> int:
     return max(min(COMPARED // max(next_power_of_2(n_expert), 16), 256), 16)
+
+
+def count_pairs(ids: torch.Tensor, counts: torch.Tensor) -> None:
+    """counts int32 [blocks, n_expert]: how often the ids int32 [n, k] name each expert, a block of pairs a row."""
+    n_expert = counts.shape[1]
+    e, b = max(next_power_of_2(n_expert), 16), _block(n_expert)
+    check("counts", counts, torch.int32, triton.cdiv(ids.numel(), b), n_expert)
+    check("ids", ids, torch.int32, *ids.shape)
+    launch(count_kernel, (len(counts), 1, 1), (ids, counts, ids.numel()), (n_expert, e, b), 8)
 
 
 def sort_pairs(ids: torch.Tensor, weights: torch.Tensor, out: Sorted) -> None:
@@ -118,7 +135,7 @@ def sort_pairs(ids: torch.Tensor, weights: torch.Tensor, out: Sorted) -> None:
     n_blocks = triton.cdiv(n_pairs, b)
     is_counted = n_pairs > ONE_LAUNCH
     if is_counted:
-        launch(count_kernel, (n_blocks, 1, 1), (ids, out.counts, n_pairs), (n_expert, e, b), 8)
+        count_pairs(ids, out.counts)
     arguments = (
         ids, weights, out.counts, out.index, out.positions, out.weights, out.starts, n_pairs, n_blocks,
     )  # fmt: skip
