@@ -54,8 +54,11 @@ class OnGpu(Protocol):
     """Chunks up to this long run as decode steps."""
     n_chunk: int
 
-    def run(self, batch: Batch, should_stop: Callable[[], bool] | None) -> np.ndarray:
-        """Logits fp32 [n_outputs, n_vocab]. Raises Stopped."""
+    def run(
+        self, batch: Batch, should_stop: Callable[[], bool] | None, between_layers: Callable[[], bool] | None
+    ) -> np.ndarray:
+        """Logits fp32 [n_outputs, n_vocab]. Raises Stopped. `between_layers` may run steps of other sequences between
+        the layers of a long chunk, and says whether it did."""
 
     def expert_counters(self) -> np.ndarray | None:
         """Of all layers, None without experts."""
@@ -152,11 +155,14 @@ class Runner:
         want_logits: bool = True,
         should_stop: Callable[[], bool] | None = None,
         on_progress: Callable[[int], None] | None = None,
+        between_layers: Callable[[], bool] | None = None,
     ) -> np.ndarray | None:
         """Append tokens to a sequence; fp32 logits [n_vocab] after the last one, or None where not wanted or stopped.
 
         `should_stop` is asked before every piece and every layer of a long one; the sequence then holds the pieces
-        before. `on_progress` hears how many of the tokens are stored. Raises KVCacheFull before anything is stored.
+        before. `on_progress` hears how many of the tokens are stored. `between_layers` is called between the layers of
+        a long piece on the GPU; it may decode other sequences, and says whether it did. Raises KVCacheFull before
+        anything is stored.
         """
         sequence.reserve(len(tokens))
         logits, n_done = None, 0
@@ -165,7 +171,8 @@ class Runner:
                 return None
             n_done += len(piece)
             try:
-                logits = self._run_piece(sequence, piece, want_logits and n_done == len(tokens), should_stop)
+                wants = want_logits and n_done == len(tokens)
+                logits = self._run_piece(sequence, piece, wants, should_stop, between_layers)
             except Stopped:
                 return None
             sequence.extend(piece)
@@ -182,7 +189,7 @@ class Runner:
             some = sequences[first : first + native.MAX_TOKENS]
             positions = np.asarray([len(s) for s in some], np.int32)
             these = np.asarray(tokens[first : first + len(some)], np.int32)
-            logits.append(self._run(Batch(these, positions, [s.page_table for s in some], len(some)), None))
+            logits.append(self._run(Batch(these, positions, [s.page_table for s in some], len(some))))
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.extend([token])
         return logits[0] if len(logits) == 1 else np.concatenate(logits)
@@ -226,19 +233,29 @@ class Runner:
                 yield chunk[at : at + size]
 
     def _run_piece(
-        self, sequence: Sequence, piece: ListOf[int], want_logits: bool, should_stop: Callable[[], bool] | None
+        self,
+        sequence: Sequence,
+        piece: ListOf[int],
+        want_logits: bool,
+        should_stop: Callable[[], bool] | None,
+        between_layers: Callable[[], bool] | None,
     ) -> np.ndarray | None:
         n, start = len(piece), len(sequence)
         positions = np.arange(start, start + n, dtype=np.int32)
         is_short = n <= native.MAX_TOKENS
         n_outputs = 1 if want_logits or is_short else 0  # a program without outputs would be one more to record
         batch = Batch(np.asarray(piece, np.int32), positions, [sequence.page_table] * n, n_outputs)
-        logits = self._run(batch, should_stop)
+        logits = self._run(batch, should_stop, between_layers)
         return logits[0] if want_logits else None
 
-    def _run(self, batch: Batch, should_stop: Callable[[], bool] | None) -> np.ndarray:
+    def _run(
+        self,
+        batch: Batch,
+        should_stop: Callable[[], bool] | None = None,
+        between_layers: Callable[[], bool] | None = None,
+    ) -> np.ndarray:
         if self.gpu is not None:
-            return self.gpu.run(batch, should_stop)
+            return self.gpu.run(batch, should_stop, between_layers)
         if batch.n <= native.MAX_TOKENS:
             return self._decoder.run(batch)
         return self._long_pass().run(batch, should_stop)

@@ -20,6 +20,7 @@ ROWS = [
     ["reference", "reference_grids", "native"],
     ["kernels"],
     ["kvcache", "experts"],
+    ["prompt_memory"],
     ["plan"],
     ["sampler"],
     ["blocks", "arch", "cpu", "gpu", "runner"],

@@ -87,6 +87,8 @@ def choose_plan(
     copy = n_missing * layer.expert_bytes / COPY_RATE
     weights = sum(bank.rows * bank.cols for bank in layer.banks)
     compute = share * n_expert * weights / DECODE_RATE + 2 * n_tokens * n_used * weights / PRODUCT_RATE
+    if not n_missing:
+        return "on_demand"
     return "stream" if max(copy, compute) < share * copy + EXPOSED * compute + ROUTE_S else "on_demand"
 
 
@@ -214,6 +216,11 @@ class ExpertStream:
         self._next_buffer = 0
         self._independent = INDEPENDENT
         self._n_tokens, self._shares = 0, list[float]()
+
+    @property
+    def layers(self) -> Sequence[LayerBanks | None]:
+        """By layer, None for a layer without routed experts."""
+        return self._pool.layers
 
     # --- a chunk -----------------------------------------------------------------------------------------------------
 

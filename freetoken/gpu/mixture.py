@@ -49,6 +49,12 @@ class Keep(Protocol):
         """`tail_counts` int [n_expert]: routed pairs of the chunk's last tokens. `part.staged` says which experts are in
         the buffer. `slot_of` int32 [n_layer, n_expert], the stream's, to be kept true."""
 
+    def begin(self) -> None:
+        """A chunk begins."""
+
+    def flush(self) -> None:
+        """Decode steps may follow."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -125,7 +131,8 @@ class Mixture:
         self._pairs: tuple[tuple[int, int, int, bool], Sorted] | None = None
         self._host = _HostCopy(device)
         self._resident: dict[int, tuple[np.ndarray, torch.Tensor]] = {}
-        self._planes = torch.full((1,), PLANES, dtype=torch.int32, device=device)
+        n_expert = max(layer.banks[0].n_expert for layer in stream.layers if layer is not None)
+        self._planes = torch.full((n_expert,), PLANES, dtype=torch.int32, device=device)
 
     def run(
         self, layer: int, x: Rows, ids: torch.Tensor, weights: torch.Tensor, bank: Experts, activation: str,
@@ -141,7 +148,7 @@ class Mixture:
         work = _Layer(bank, kind, self._space_of(kind), ACTIVATIONS[activation], self._capability, x, pairs, y)
         slots = self._stream.resident(layer)
         if slots is not None and kind.is_coded and work.max_rows == ids.numel():
-            work.run_resident(self._addresses(layer, slots), self._planes.expand(bank.n_expert))
+            work.run_resident(self._addresses(layer, slots), self._planes[: bank.n_expert])
             return
         keep = self.keep
         if keep is not None:

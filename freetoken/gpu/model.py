@@ -26,6 +26,7 @@ from freetoken.gpu.inputs import Draws, Inputs
 from freetoken.gpu.kv import DeviceKV
 from freetoken.gpu.place import Placement, place
 from freetoken.gpu.prefill import Prefill
+from freetoken.gpu.scratch import Scratch
 from freetoken.gpu.weights import DeviceWeights
 from freetoken.kernels.activations import MAX_TOKENS
 from freetoken.kernels.pages import PAGE
@@ -33,6 +34,7 @@ from freetoken.kernels.sampler import N_FIELDS
 from freetoken.kvcache import KVShape, n_pages_for
 from freetoken.options import EngineOptions
 from freetoken.plan import GpuPlan
+from freetoken.prompt_memory import scratch_bytes
 from freetoken.spec import ModelSpec
 
 __all__ = ["GpuModel", "device_chain", "place"]
@@ -42,8 +44,6 @@ logger = logging.getLogger(__name__)
 N_PIN_THREADS = 4
 MAX_STEPPED = 1 << 30
 """Prompts run as decode steps, whatever their length, where no buffer is left for whole layers."""
-N_CHUNK = 4096
-"""Tokens of a prefill chunk where -b and -ub are not given: the experts are streamed once for each."""
 
 
 class GpuModel:
@@ -66,7 +66,7 @@ class GpuModel:
         n_ctx_pages = n_pages_for(plan.n_ctx)
         streams = plan.backend != "offload" or plan.n_buffers > 0
         self.max_stepped = MAX_TOKENS if streams else MAX_STEPPED
-        self.n_chunk = options.n_chunk if options.n_chunk != EngineOptions().n_chunk else N_CHUNK
+        self.n_chunk = plan.n_chunk
         self._pinned: Pinned | None = None
         kv = DeviceKV(shapes, plan.n_pages, options.cache_type_k, device)
         self._weights = DeviceWeights(device, pool)
@@ -80,12 +80,20 @@ class GpuModel:
         self.decoder = GpuDecoder(model, self._weights, kv, inputs, self.experts, n_positions, options.n_planes)
         logger.info("%s: weights and cache ready in %.2f s", device, time.monotonic() - started)
 
-    def run(self, batch: Batch, should_stop: Callable[[], bool] | None) -> np.ndarray:
-        """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab]. Raises Stopped."""
+    def run(
+        self,
+        batch: Batch,
+        should_stop: Callable[[], bool] | None,
+        between_layers: Callable[[], bool] | None = None,
+    ) -> np.ndarray:
+        """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab]. Raises Stopped.
+
+        `between_layers` is called between the layers of a long chunk; it may run steps of other sequences, and says
+        whether it did."""
         if batch.n <= MAX_TOKENS:
             return self.decoder.run(batch)
         with self.experts.streaming() if self.experts is not None else nullcontext():
-            logits = self._long_pass().run(batch, should_stop)
+            logits = self._long_pass().run(batch, should_stop, between_layers)
         found: np.ndarray = logits.cpu().numpy()
         return found
 
@@ -106,7 +114,15 @@ class GpuModel:
         if self._prefill is None:
             self.decoder.program(1, 1, 1)  # matrices are joined as its launches want them, so it comes first
             self._prefill = Prefill(
-                self._model, self._weights, self._kv, self.decoder.head_logits, self.device, self.experts
+                self._model,
+                self._weights,
+                self._kv,
+                self.decoder.head_logits,
+                self.device,
+                self.experts,
+                scratch=Scratch(self.device, scratch_bytes(self.n_chunk)),
+                n_chunk=self.n_chunk,
+                keep=None if self.experts is None or self.experts.is_fused else self.experts.survivors,
             )
         return self._prefill
 

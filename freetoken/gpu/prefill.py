@@ -100,6 +100,8 @@ class Prefill:
             chunk = _Chunk(self, batch, should_stop, between_layers, self._memory(program, batch))
             if self.stream is not None and self.mixture is not None:
                 self.mixture.keep = self._keep if batch.n_outputs else None
+                if self._keep is not None:
+                    self._keep.begin()
                 self.stream.begin(batch.n, batch.n_outputs, plan)
             try:
                 for step in program.steps:
@@ -107,6 +109,7 @@ class Prefill:
             finally:
                 if self.stream is not None:
                     self.stream.end()
+                self.flush()
             return chunk.logits
 
     def program(self) -> PromptProgram:
@@ -117,6 +120,11 @@ class Prefill:
             dense = Dense(self._scratch, self.capability, self.device)
             self._program = PromptProgram(trace, self._weights, dense)
         return self._program
+
+    def flush(self) -> None:
+        """Let decode steps follow: the cache hears of experts that were kept."""
+        if self._keep is not None:
+            self._keep.flush()
 
     def _memory(self, program: PromptProgram, batch: Batch) -> RowMemory:
         need = program.plan.n_bytes(batch.n, batch.n_outputs)
@@ -173,6 +181,7 @@ class _Chunk:
         if self._should_stop is not None and self._should_stop():
             raise Stopped
         if layer and self._between_layers is not None:
+            self._owner.flush()
             with torch.inference_mode(False):
                 has_moved = self._between_layers()
             if has_moved and self._owner.stream is not None:
