@@ -37,7 +37,9 @@ tokens, 2.7 and 1.9 at 64, 2.5 and 1.8 at 128; 4 layers of Qwen3-30B-A3B 6.2 and
 class LongPass(Protocol):
     """`cpu.prefill.Prefill` as it is used here."""
 
-    def run(self, batch: Batch, should_stop: Callable[[], bool] | None) -> np.ndarray:
+    def run(
+        self, batch: Batch, should_stop: Callable[[], bool] | None, between_layers: Callable[[], bool] | None
+    ) -> np.ndarray:
         """Logits fp32 [n_outputs, n_vocab]. Raises Stopped."""
 
 
@@ -161,7 +163,7 @@ class Runner:
 
         `should_stop` is asked before every piece and every layer of a long one; the sequence then holds the pieces
         before. `on_progress` hears how many of the tokens are stored. `between_layers` is called between the layers of
-        a long piece on the GPU; it may decode other sequences, and says whether it did. Raises KVCacheFull before
+        a long piece; it may decode other sequences, and says whether it did. Raises KVCacheFull before
         anything is stored.
         """
         sequence.reserve(len(tokens))
@@ -258,7 +260,7 @@ class Runner:
             return self.gpu.run(batch, should_stop, between_layers)
         if batch.n <= native.MAX_TOKENS:
             return self._decoder.run(batch)
-        return self._long_pass().run(batch, should_stop)
+        return self._long_pass().run(batch, should_stop, between_layers)
 
     def _long_pass(self) -> LongPass:
         if self._prefill is None:
