@@ -133,7 +133,7 @@ class GpuPlan:
         lines = [
             f"GPU plan: {self.backend}, {self.n_gpu_layers} of {self.n_layer} layers and the head on the GPU",
             f"  free {_mib(self.free_bytes)}, may take {_mib(self.budget_bytes)}, takes {_mib(self.used_bytes)}",
-            f"  dense weights {_mib(self.dense_bytes)}, scratch {_mib(self.scratch_bytes)} for chunks of {self.n_chunk}",
+            f"  dense weights {_mib(self.dense_bytes)}, scratch {_mib(self.scratch_bytes)} (chunks of {self.n_chunk})",
             f"  context {self.n_ctx} tokens, {self.n_pages} pages, {_mib(self.kv_bytes)}",
         ]
         if self.first_layer:

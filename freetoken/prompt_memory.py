@@ -1,8 +1,8 @@
 """GPU memory that prompts take, and how long their chunks are: what `plan` sets aside before slots. Arithmetic only.
 
-A chunk of n tokens takes `row_bytes` for each (gpu.rows plans their places; tests compare) and a scratch that grows with
-n, since experts and dense matrices are decoded into it a group at a time. Longer chunks stream the experts less often,
-so a chunk is as long as it may be: N_CHUNK, and less where its memory would be better spent on slots for experts.
+A chunk of n tokens takes `row_bytes` for each (gpu.rows plans their places; tests compare) and a scratch that grows
+with n, since experts and dense matrices are decoded into it a group at a time. Longer chunks stream the experts less
+often, so a chunk is as long as it may be: N_CHUNK, and less where slots for experts need its memory more.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decode steps between the layers of a long prompt, so that requests that generate do not wait for a whole chunk.
 
-The engine hands `Turns` to the runner's `prefill`, which calls it between layers. Time alone decides: a step is due when
-the prompt has had the model for INTERVAL_S, and for at least as long as the last step took.
+The engine hands `Turns` to the runner's `prefill`, which calls it between layers. Time alone decides: a step is due
+when the prompt has had the model for INTERVAL_S, and for at least as long as the last step took.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from freetoken.gguf import open_model
 from freetoken.gpu.experts import GpuExperts
 from freetoken.gpu.place import Placement, make_plan
 from freetoken.kernels import layout
+from freetoken.kernels.fills import fill
 from freetoken.options import EngineOptions
 from freetoken.runner import Runner
 from freetoken.spec import read_spec
@@ -30,7 +31,7 @@ N_CTX = 600
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("survivors")
-    return tiny_models.write(folder / "m.gguf", "qwen3moe", file_type="Q8_0", n_layer=4, n_vocab=264)
+    return tiny_models.write(folder / "m.gguf", "qwen3moe", file_type="F16", n_layer=3, n_vocab=264)
 
 
 @contextmanager
@@ -81,62 +82,59 @@ def check_slots(experts: GpuExperts) -> int:
     return int((slot_of >= 0).sum())
 
 
-def logits_of(made: Runner, prompts: tuple[int, ...], n_steps: int) -> list[np.ndarray]:
-    """Prompts of so many tokens, one after another in one sequence, each followed by decode steps."""
+def logits_of(made: Runner, prompts: tuple[int, ...], n_steps: int, *, is_mixed: bool = False) -> list[np.ndarray]:
+    """Logits of prompts of so many tokens, one after another in one sequence, each followed by decode steps. With
+    `is_mixed` experts move between their layers, as other requests' steps would make them."""
     rng = np.random.default_rng(5)
     sequence, found = made.new_sequence(), []
+    experts = experts_of(made)
+
+    def between() -> bool:
+        for layer in range(3):
+            step = experts.cache.step(layer, torch.from_numpy(rng.permutation(10)[:3].astype(np.int32))[None])
+            banks, pool = experts.memory.banks(layer), experts.memory.pools[layer]
+            fill(banks, pool, step.fill_expert, step.fill_slot, step.counts, n_programs=2)
+        check_slots(experts)
+        return True
+
     for n in prompts:
-        logits = made.prefill(sequence, rng.integers(3, 264, n).tolist())
+        tokens = np.random.default_rng(n).integers(3, 264, n).tolist()
+        logits = made.prefill(sequence, tokens, between_layers=between if is_mixed else None)
         assert logits is not None
         found.append(logits)
-        for _ in range(n_steps):
-            found.append(made.decode([sequence], rng.integers(3, 264, 1).tolist())[0])
-            if made.gpu is not None and not experts_of(made).is_fused:
-                check_slots(experts_of(made))
+        check_slots(experts)
+        for i in range(n_steps):
+            found.append(made.decode([sequence], [20 + i])[0])
+            check_slots(experts)
     return found
 
 
-def test_steps_after_a_prompt_have_the_bits_of_a_model_that_is_all_there(path: Path) -> None:
-    """All experts differ, so a wrong slot would show. Slots for half of the experts, of which two layers' stream."""
-    with runner(path, 0) as fused:
-        want = logits_of(fused, (9, 12), 3)
-    for n_slots, n_buffers, buffer_slots in ((34, 2, 12), (30, 1, 6)):
-        with runner(path, n_slots, n_buffers, buffer_slots) as made:
-            got = logits_of(made, (9, 12), 3)
-            assert experts_of(made).survivors.n_kept > 3
-            for a, b in zip(got, want, strict=True):
-                np.testing.assert_array_equal(a.view(np.int32), b.view(np.int32))
+PLACES = ((26, 2, 10), (26, 1, 6))
+"""Slots, and buffers of so many: two whole layers stream, or parts of one."""
 
 
-def test_decode_steps_between_layers_see_what_was_kept(path: Path) -> None:
-    """Another sequence goes on between the layers of a prompt; slots move under it, and no bit of either changes."""
-
-    def run(made: Runner, is_mixed: bool) -> list[np.ndarray]:
-        rng = np.random.default_rng(8)
-        other, sequence, found = made.new_sequence(), made.new_sequence(), []
-        made.prefill(other, rng.integers(3, 264, 9).tolist())
-        tokens, steps = rng.integers(3, 264, 12).tolist(), iter(rng.integers(3, 264, 3).tolist())
-
-        def between() -> bool:
-            found.append(made.decode([other], [next(steps)])[0])
-            if not experts_of(made).is_fused:
-                check_slots(experts_of(made))
-            return True
-
-        logits = made.prefill(sequence, tokens, between_layers=between if is_mixed else None)
-        assert logits is not None
-        while not is_mixed and len(found) < 3:
-            found.append(made.decode([other], [next(steps)])[0])
-        found += [logits, made.decode([sequence], [7])[0]]
-        return found
-
-    with runner(path, 0) as fused:
-        want = run(fused, is_mixed=False)
-    with runner(path, 34, 2, 12) as made:
-        got = run(made, is_mixed=True)
-        check_slots(experts_of(made))
-    for a, b in zip(got, want, strict=True):
+def same(found: list[np.ndarray], want: list[np.ndarray]) -> None:
+    for a, b in zip(found, want, strict=True):
         np.testing.assert_array_equal(a.view(np.int32), b.view(np.int32))
+
+
+def test_prompts_leave_experts_in_slots(path: Path) -> None:
+    """All experts differ, so a wrong one would show in the logits of the next prompt, and in its slot."""
+    with runner(path, 0) as fused:
+        want = logits_of(fused, (9, 12), 0)
+    for place, is_mixed in zip(PLACES, (True, False), strict=True):
+        with runner(path, *place) as made:
+            same(logits_of(made, (9, 12), 0, is_mixed=is_mixed), want)
+            assert experts_of(made).survivors.n_kept > 3
+
+
+@pytest.mark.slow
+def test_steps_after_a_prompt_have_the_bits_of_a_model_that_is_all_there(path: Path) -> None:
+    with runner(path, 0) as fused:
+        want = logits_of(fused, (9,), 2)
+    for place in PLACES:
+        with runner(path, *place) as made:
+            same(logits_of(made, (9,), 2), want)
 
 
 def test_taking_slots_over_on_the_device_as_on_the_host() -> None:

@@ -361,14 +361,19 @@ class ExpertStream:
             )
         n = unit.end - unit.first
         edges = np.linspace(0, n, N_SLICES + 1).astype(int) if n >= 4 * N_SLICES else np.array([0, n])
-        for a, b in itertools.pairwise(edges):
-            if not wanted[a:b].any():
-                continue
-            runs = _runs(wanted[a:b]) + a
-            for bank, region, cuts in zip(banks, unit.regions, self._bank_cuts[unit.layer], strict=True):
-                to = self._start(staged.buffer) + region
-                self.copies.copy(_copies(bank, runs, unit.first, to, cuts))
-            staged.events.append((unit.first + int(b), self.copies.copied()))
+        runs = np.concatenate([_runs(wanted[a:b]) + a for a, b in itertools.pairwise(edges)])
+        copies, slices = [], []
+        for bank, region, cuts in zip(banks, unit.regions, self._bank_cuts[unit.layer], strict=True):
+            mine = _copies(bank, runs, unit.first, self._start(staged.buffer) + region, cuts)
+            experts = (mine[:, 1] - np.uint64(bank.address)) // np.uint64(bank.expert_bytes)
+            copies.append(mine)
+            slices.append(np.searchsorted(edges, experts.astype(np.int64) - unit.first, side="right") - 1)
+        listed, of_slice = np.concatenate(copies), np.concatenate(slices)
+        for i, end in enumerate(edges[1:].tolist()):
+            some = listed[of_slice == i]
+            if len(some):
+                self.copies.copy(some)
+                staged.events.append((unit.first + end, self.copies.copied()))
         staged.experts = staged.experts | wanted
 
     def _part(self, unit: Unit, staged: Staged | None) -> Part:

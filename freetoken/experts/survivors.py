@@ -112,8 +112,8 @@ class Survivors:
         data = np.concatenate([[0, 0, 0, len(experts), 0], experts, slots]).astype(np.int32)
         told = torch.from_numpy(data).to(self._device, non_blocking=True)
         banks = [replace(b, address=at) for b, at in zip(self._memory.banks(layer), bases, strict=True)]
-        n = len(experts)
-        fill(banks, self._memory.pools[layer], told[5 : 5 + n], told[5 + n :], told[:5], n_programs=N_PROGRAMS)
+        n, n_programs = len(experts), N_PROGRAMS if self._device.type == "cuda" else 2
+        fill(banks, self._memory.pools[layer], told[5 : 5 + n], told[5 + n :], told[:5], n_programs=n_programs)
 
     def flush(self) -> None:
         """Tell the cache of what has been taken over."""

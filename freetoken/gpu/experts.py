@@ -135,8 +135,11 @@ class GpuExperts:
         every = torch.arange(self.n_expert, dtype=torch.int32, device=self._device)
         counts = torch.zeros(5, dtype=torch.int32, device=self._device)
         counts[3] = self.n_expert
+        n_programs = 256 if self._device.type == "cuda" else 2
         for n, (layer, first) in enumerate(self._first_slot.items(), 1):
-            fill(self.memory.banks(layer), self.memory.pools[layer], every, every + first, counts, n_programs=256)
+            fill(
+                self.memory.banks(layer), self.memory.pools[layer], every, every + first, counts, n_programs=n_programs
+            )
             self.cache.adopt(layer, every, every + first)
             if on_layer is not None:
                 on_layer(n)

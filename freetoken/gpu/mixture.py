@@ -1,10 +1,11 @@
 """Routed experts of a prompt: tokens sorted by expert, then products of each expert's rows.
 
 Where rows are few, products decode weights on the way (kernels.coded); if then every expert has a slot too, the device
-needs nothing of the host and nobody waits. Else the host reads how many tokens each expert has, the one wait of a layer,
-and cuts the layer into groups: those that are there first, those that are still being copied after them; and where rows
-are many, so that a group's decoded matrices and hidden rows fit the scratch. Each token's rows are added in the order of
-its experts' numbers, whatever the groups: so neither scratch, nor slots, nor the plan of `experts.stream` changes a bit.
+needs nothing of the host and nobody waits. Else the host reads how many tokens each expert has, the one wait of a
+layer, and cuts the layer into groups: those that are there first, those that are still being copied after them; and
+where rows are many, so that a group's decoded matrices and hidden rows fit the scratch. Each token's rows are added in
+the order of its experts' numbers, whatever the groups: so neither scratch, nor slots, nor the plan of `experts.stream`
+changes a bit.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class Keep(Protocol):
     """Takes experts over that a layer had staged, before they are overwritten."""
 
     def __call__(self, layer: int, tail_counts: np.ndarray, part: Part, slot_of: np.ndarray) -> None:
-        """`tail_counts` int [n_expert]: routed pairs of the chunk's last tokens. `part.staged` says which experts are in
-        the buffer. `slot_of` int32 [n_layer, n_expert], the stream's, to be kept true."""
+        """`tail_counts` int [n_expert]: routed pairs of the chunk's last tokens. `part.staged` says which experts are
+        in the buffer. `slot_of` int32 [n_layer, n_expert], the stream's, to be kept true."""
 
     def begin(self) -> None:
         """A chunk begins."""
@@ -200,7 +201,7 @@ class _HostCopy:
     """Integers on their way to the host, a copy at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._room = torch.empty(0, dtype=torch.int32)
         self._values = self._room
 
@@ -289,9 +290,7 @@ class _Layer:
         self._is_first = False
         add_expert_rows(rows, pairs.positions, pairs.weights, self._y, first, end, is_first=is_first)
 
-    def _compute_coded(
-        self, at: slice, addresses: torch.Tensor, forms: torch.Tensor, tile_list: torch.Tensor
-    ) -> None:
+    def _compute_coded(self, at: slice, addresses: torch.Tensor, forms: torch.Tensor, tile_list: torch.Tensor) -> None:
         """Rows of a group, which stand at `at`; addresses int64 [3, n] and forms int32 [n] of its matrices."""
         bank, space, base, tile = self._bank, self._space, self._first_row, self._coded_tile
         gate, up, down = (

@@ -101,9 +101,7 @@ class GpuModel:
         """int64 [n_layer, 5] by `experts.slots.COUNTERS`, None without experts."""
         return None if self.experts is None else self.experts.counters()
 
-    def launch(
-        self, batch: Batch, chains: Sequence[DeviceParams], uniforms: Sequence[float], *, follows: bool
-    ) -> Step:
+    def launch(self, batch: Batch, chains: Sequence[DeviceParams], uniforms: Sequence[float], *, follows: bool) -> Step:
         """Start a decode step that samples its tokens itself (`GpuDecoder.launch`)."""
         params = np.zeros((batch.n, N_FIELDS), np.int32)
         for row, chain in zip(params, chains, strict=True):

@@ -22,7 +22,7 @@ from freetoken.gpu.rows import Plan, Ref, RowMemory, Step, Value, plan_rows
 from freetoken.kernels.grouped import Rows
 from freetoken.kernels.matvec import Matrix
 from freetoken.kernels.prompt_attention import attend_chunk
-from freetoken.kernels.prompt_heads import turn_heads
+from freetoken.kernels.prompt_heads import HeadNorm, turn_heads
 from freetoken.kernels.prompt_rows import Normed, Shared, combine, halve_rows
 from freetoken.kernels.router import route
 
@@ -250,12 +250,12 @@ class PromptProgram:
         assert isinstance(gate, t.Linear) and isinstance(up, t.Linear)
         if self._users[id(glu)] != [down] or takes_floats(gate.weight) != takes_floats(up.weight):
             raise NotImplementedError("a gated unit that more than one product reads, or of fp32 and other matrices")
-        parts = [self._part([linear]) for linear in (gate, up, down)]
+        gates, ups, downs = (self._part([linear]) for linear in (gate, up, down))
         get, read = self._source(gate.x, gate.weight)
         self._done.update((id(glu), id(gate), id(up)))
 
         def run(c: Chunk) -> None:
-            self._dense.feed_forward(get(c), *parts, glu.activation, c.memory[out])
+            self._dense.feed_forward(get(c), gates, ups, downs, glu.activation, c.memory[out])
 
         self._add(run, *read, out)
 
@@ -346,7 +346,7 @@ class PromptProgram:
         value = Value(q.width + k.width + v.width, is_tail=False)
         refs = [Ref(value, at, w) for at, w in ((0, q.width), (q.width, k.width), (q.width + k.width, v.width))]
         self._products([q, k, v], refs)
-        heads = []
+        heads: list[HeadNorm | None] = []
         for ref, norm, n_head in ((refs[0], q_norm, node.n_head), (refs[1], k_norm, node.n_head * k.width // q.width)):
             weight = None if norm is None else self._weights.vector(norm.weight)
             if norm is None or weight is None:
@@ -402,6 +402,7 @@ class PromptProgram:
         ids, weights = self._new(node, dtype=torch.int32), self._new(node)
         self._routes_of[id(node)] = ids, weights
         bias = None if node.bias is None else self._weights.vector(node.bias)
+
         def run(c: Chunk) -> None:
             m = c.memory
             if len(m[ids]):

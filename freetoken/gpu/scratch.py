@@ -1,4 +1,4 @@
-"""Memory that every step of a prompt may use until the next: decoded matrices, and hidden rows of feed-forward parts."""
+"""Memory that each step of a prompt may use until the next: decoded matrices, hidden rows of feed-forward parts."""
 
 from __future__ import annotations
 

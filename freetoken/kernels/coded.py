@@ -16,7 +16,7 @@ import triton.language as tl
 
 from freetoken import quants
 from freetoken.kernels import layout
-from freetoken.kernels.checks import check
+from freetoken.kernels.checks import ceil_div, check
 from freetoken.kernels.dequant import (
     MAX_FIELDS,
     bytes_at,
@@ -161,9 +161,10 @@ class CodedMatrices:
 
 
 def _launch(
-    w: CodedMatrices, tile: CodedTile, x: Rows, out: torch.Tensor, rows: int, n_tiles: int, *, index: torch.Tensor | None,
-    tile_list: torch.Tensor | None, others: torch.Tensor | None = None, bias: torch.Tensor | None = None, n_rows: int = 0,
-    first: int = 0, x_first: int = 0, first_row: int = 0, activation: int = -1,
+    w: CodedMatrices, tile: CodedTile, x: Rows, out: torch.Tensor, rows: int, n_tiles: int, *,
+    index: torch.Tensor | None, tile_list: torch.Tensor | None, others: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, n_rows: int = 0, first: int = 0, x_first: int = 0, first_row: int = 0,
+    activation: int = -1,
 ) -> None:  # fmt: skip
     check("x", x.x, torch.float16, x.x.shape[0], w.cols)
     check_rows("out", out, out.shape[0], rows)
@@ -180,17 +181,17 @@ def _launch(
         int(w.type_id), block_bytes, width, align, layout.is_identity(w.type_id),
         rows, w.cols, tile.m, tile.n, j, activation,
     )  # fmt: skip
-    launch(coded_kernel, (n_tiles * triton.cdiv(rows, tile.n), 1, 1), arguments, constants, 4, 2)
+    launch(coded_kernel, (n_tiles * ceil_div(rows, tile.n), 1, 1), arguments, constants, 4, 2)
 
 
 def coded_product(
     w: CodedMatrices, x: Rows, out: torch.Tensor, tile: CodedTile, *, first_row: int = 0,
     bias: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """out fp32 [n, rows] (rows may lie apart) = x times rows first_row... of the one matrix w, transposed, plus bias."""
+    """out fp32 [n, rows] (rows may lie apart) = x times rows first_row... of the matrix w, transposed, plus bias."""
     n, rows = out.shape
     if n:
-        _launch(w, tile, x, out, rows, triton.cdiv(n, tile.m), index=None, tile_list=None, bias=bias, n_rows=n,
+        _launch(w, tile, x, out, rows, ceil_div(n, tile.m), index=None, tile_list=None, bias=bias, n_rows=n,
                 first_row=first_row)  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from freetoken.kernels.checks import check, next_power_of_2
+from freetoken.kernels.checks import ceil_div, check, next_power_of_2
 from freetoken.kernels.fast_launch import launch
 from freetoken.kernels.pages import PAGE
 from freetoken.kernels.prompt_rows import check_rows
@@ -151,7 +151,7 @@ def attend_chunk(
     if n:
         launch(
             attend_chunk_kernel,
-            (triton.cdiv(n, m), n_head, 1),
+            (ceil_div(n, m), n_head, 1),
             (q, k, v, table, out, n, start, scale, n_kv, q.stride(0), out.stride(0)),
             (n_head, n_head // n_kv, dim, d, dim_v, dv, m, block, window, softcap, capability == 0),
             warps,

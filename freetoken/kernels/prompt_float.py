@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from freetoken.kernels.checks import check
+from freetoken.kernels.checks import ceil_div, check
 from freetoken.kernels.fast_launch import launch
 from freetoken.kernels.prompt_rows import check_rows
 
@@ -60,6 +60,6 @@ def float_product(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: tor
     check("w", w, torch.float32, rows, cols)
     m, n_block, k_block, stages = shape_for(n, x.is_cuda)
     if n:
-        grid = (triton.cdiv(n, m), triton.cdiv(rows, n_block), 1)
+        grid = (ceil_div(n, m), ceil_div(rows, n_block), 1)
         arguments = (x, w, bias, out, n, x.stride(0), out.stride(0))
         launch(float_product_kernel, grid, arguments, (rows, cols, m, n_block, k_block), 4, stages)

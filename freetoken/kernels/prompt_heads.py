@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from freetoken.kernels.checks import check, next_power_of_2
+from freetoken.kernels.checks import ceil_div, check, next_power_of_2
 from freetoken.kernels.fast_launch import launch
 from freetoken.kernels.pages import PAGE
 from freetoken.kernels.prompt_rows import check_rows
@@ -140,4 +140,4 @@ def turn_heads(
     )
     constants = (n_head, n_kv, dim, dim_v, half, block, tail, block_v, h, h_kv, is_neox)
     if n:
-        launch(turn_heads_kernel, (n, triton.cdiv(n_head, h) + triton.cdiv(n_kv, h_kv), 1), arguments, constants, 4)
+        launch(turn_heads_kernel, (n, ceil_div(n_head, h) + ceil_div(n_kv, h_kv), 1), arguments, constants, 4)

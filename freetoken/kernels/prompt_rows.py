@@ -1,5 +1,5 @@
-"""What a prompt does row by row: sums, norms and halves with a scale in one launch; sums of experts' rows. Not under the
-law of decode steps (docs/numerics.md, section 8): sums go in any order that stays the same.
+"""What a prompt does row by row: sums, norms and halves with a scale in one launch; sums of experts' rows. Not under
+the law of decode steps (docs/numerics.md, section 8): sums go in any order that stays the same.
 
 Rows may lie apart (parts of wider rows), their values lie side by side.
 """
@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from freetoken.kernels.checks import check, next_power_of_2
+from freetoken.kernels.checks import ceil_div, check, next_power_of_2
 from freetoken.kernels.fast_launch import launch
 
 __all__ = ["Normed", "Shared", "add_expert_rows", "combine", "halve_rows"]
@@ -64,7 +64,7 @@ def halve_rows(x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor) -> None:
     if n:
         launch(
             halve_kernel,
-            (triton.cdiv(n, r), 1, 1),
+            (ceil_div(n, r), 1, 1),
             (x, out, scale, n, x.stride(0)),
             (width, r, block),
             8 if block == TILE else 4,
@@ -167,7 +167,7 @@ def combine(
         *(0 if each is None else each.stride(0) for each in (residual, total, y)),
     )
     if n:
-        launch(combine_kernel, (triton.cdiv(n, r), 1, 1), arguments, (width, w, r), 8 if w >= TILE else 4)
+        launch(combine_kernel, (ceil_div(n, r), 1, 1), arguments, (width, w, r), 8 if w >= TILE else 4)
 
 
 @triton.jit(do_not_specialize=["first", "end"])
@@ -181,7 +181,7 @@ def add_expert_rows_kernel(rows, positions, weights, y, first, end, N: tl.conste
         n += ((position >= first) & (position < end)).to(tl.int32)
     if IS_FIRST or n > 0:
         place = y + token.to(tl.int64) * N + at
-        if IS_FIRST:
+        if IS_FIRST:  # noqa: SIM108
             total = tl.zeros([BLOCK], tl.float32)
         else:
             total = tl.load(place, mask=at < N, other=0.0)
@@ -210,5 +210,5 @@ def add_expert_rows(
     check("y", y, torch.float32, n, width)
     block = min(next_power_of_2(width), 1024)
     if n and (end > first or is_first):
-        grid = (n, triton.cdiv(width, block), 1)
+        grid = (n, ceil_div(width, block), 1)
         launch(add_expert_rows_kernel, grid, (rows, positions, weights, y, first, end), (width, k, block, is_first), 4)

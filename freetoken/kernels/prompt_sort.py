@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from freetoken.kernels.checks import check, next_power_of_2
+from freetoken.kernels.checks import ceil_div, check, next_power_of_2
 from freetoken.kernels.fast_launch import launch
 
 __all__ = ["Sorted", "count_pairs", "list_tiles", "sort_pairs", "sort_room"]
@@ -25,8 +25,8 @@ COMPARED = 1 << 15
 
 @dataclass(frozen=True)
 class Sorted:
-    """`index` int32 [pairs]: the token at each position; `positions` int32 and `weights` fp32 [n, k]: where each token's
-    pairs stand, in order, and their weights; `starts` int32 [n_expert + 1]: each expert's first position."""
+    """`index` int32 [pairs]: the token at each position; `positions` int32 and `weights` fp32 [n, k]: where each
+    token's pairs stand, in order, and their weights; `starts` int32 [n_expert + 1]: each expert's first position."""
 
     index: torch.Tensor
     positions: torch.Tensor
@@ -104,10 +104,10 @@ def sort_room(n: int, k: int, n_expert: int, device: torch.device, n_tail: int =
 
     weights = torch.empty((n, k), dtype=torch.float32, device=device)
     b = _block(n_expert)
-    n_tail_blocks = triton.cdiv(min(n_tail, n) * k, b)
+    n_tail_blocks = ceil_div(min(n_tail, n) * k, b)
     summary = integers(n_expert + 1 + n_tail_blocks * n_expert)
     starts, tail = summary[: n_expert + 1], summary[n_expert + 1 :].view(n_tail_blocks, n_expert)
-    counts = integers(triton.cdiv(n * k, b), n_expert)
+    counts = integers(ceil_div(n * k, b), n_expert)
     return Sorted(integers(n * k), integers(n, k), weights, starts, counts, tail, summary)
 
 
@@ -119,7 +119,7 @@ def count_pairs(ids: torch.Tensor, counts: torch.Tensor) -> None:
     """counts int32 [blocks, n_expert]: how often the ids int32 [n, k] name each expert, a block of pairs a row."""
     n_expert = counts.shape[1]
     e, b = max(next_power_of_2(n_expert), 16), _block(n_expert)
-    check("counts", counts, torch.int32, triton.cdiv(ids.numel(), b), n_expert)
+    check("counts", counts, torch.int32, ceil_div(ids.numel(), b), n_expert)
     check("ids", ids, torch.int32, *ids.shape)
     launch(count_kernel, (len(counts), 1, 1), (ids, counts, ids.numel()), (n_expert, e, b), 8)
 
@@ -132,7 +132,7 @@ def sort_pairs(ids: torch.Tensor, weights: torch.Tensor, out: Sorted) -> None:
     check("weights", weights, torch.float32, n, k)
     check("positions", out.positions, torch.int32, n, k)
     e, b = max(next_power_of_2(n_expert), 16), _block(n_expert)
-    n_blocks = triton.cdiv(n_pairs, b)
+    n_blocks = ceil_div(n_pairs, b)
     is_counted = n_pairs > ONE_LAUNCH
     if is_counted:
         count_pairs(ids, out.counts)
@@ -170,11 +170,11 @@ def list_tiles_kernel(
 
 
 def list_tiles(starts: torch.Tensor, tile_list: torch.Tensor, m: int, n_most: int) -> None:
-    """tile_list int32 [n, 3] of (expert, first position, end), as `grouped.tiles` makes it, for experts whose rows stand
-    at starts[e] to starts[e + 1], n_most at most; entries that are left over have no rows."""
+    """tile_list int32 [n, 3] of (expert, first position, end), as `grouped.tiles` makes it, for experts whose rows
+    stand at starts[e] to starts[e + 1], n_most at most; entries that are left over have no rows."""
     n_expert = len(starts) - 1
     check("starts", starts, torch.int32, n_expert + 1)
     check("tile_list", tile_list, torch.int32, len(tile_list), 3)
     e = max(next_power_of_2(n_expert), 16)
-    arguments = (starts, tile_list, len(tile_list), triton.cdiv(n_most, m))
+    arguments = (starts, tile_list, len(tile_list), ceil_div(n_most, m))
     launch(list_tiles_kernel, (1, 1, 1), arguments, (n_expert, e, m, 256), 4)
