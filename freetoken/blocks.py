@@ -165,4 +165,13 @@ class Model(Protocol):
     """An architecture: built from a file's weights and spec, pure description, no state."""
 
     def forward(self, ops: Ops) -> Act:
-        """Logits of one forward pass."""
+        """Logits of one forward pass: `finish` of all layers of `start`."""
+
+    def start(self, ops: Ops) -> Act:
+        """The hidden state in front of the first layer, [n, n_embd]."""
+
+    def run_layers(self, ops: Ops, x: Act, first: int, end: int) -> Act:
+        """The hidden state behind layers [first, end); the last layer keeps only the rows whose logits are wanted."""
+
+    def finish(self, ops: Ops, x: Act) -> Act:
+        """Logits of the hidden state behind the last layer."""

@@ -15,11 +15,20 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import numpy as np
 
 from freetoken import native
-from freetoken.errors import ContextExceededError, EngineError, FreeTokenError, NotReadyError, RequestError
+from freetoken.beside import beside
+from freetoken.errors import (
+    ContextExceededError,
+    DeviceLostError,
+    EngineError,
+    FreeTokenError,
+    NotReadyError,
+    RequestError,
+)
 from freetoken.gguf import ModelFile, open_model
 from freetoken.kvcache import KVCacheFull
 from freetoken.options import EngineOptions, ModelOptions
@@ -57,8 +66,10 @@ SLOT_SIMILARITY = 0.1
 class Engine:
     """Loads a model in its own thread and serves requests from it; see `request.Generator` for what others may use."""
 
-    def __init__(self, model: ModelOptions, options: EngineOptions, tokenizer: Tokenizer | None = None) -> None:
-        """`tokenizer` is the model's, where the caller has read it already."""
+    def __init__(
+        self, model: ModelOptions, options: EngineOptions, tokenizer: Tokenizer | Future[Tokenizer] | None = None
+    ) -> None:
+        """`tokenizer` is the model's, where the caller has read it already, or begun to."""
         self._tokenizer_given = tokenizer
         self._model_options = model
         self._options = options
@@ -161,8 +172,10 @@ class Engine:
             while not self._closing.is_set():
                 self._step()
         except Exception as error:
-            logger.exception("the engine failed")
-            self._failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            if not isinstance(error, FreeTokenError):
+                logger.exception("the engine failed")
+                error = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            self._failure = error
             self._state = EngineState.FAILED
         finally:
             self._closing.set()
@@ -174,16 +187,17 @@ class Engine:
         started = time.monotonic()
         self._file: ModelFile = open_model(self._model_options.path)
         self._spec: ModelSpec = read_spec(self._file)
-        self._load_progress = 0.2
-        self._tokenizer = self._tokenizer_given or Tokenizer(self._file.shards[0].path, self._file.metadata)
-        self._load_progress = 0.4
+        self._load_progress = 0.1
+        tokenizer = self._tokenizer_given or beside("vocabulary", self._read_vocabulary)
         total = self._options.n_ctx or self._spec.n_ctx_train
         n_ctx = total if self._options.n_parallel <= 0 else max(total // self.n_slots, 1)
         self._runner = Runner(self._file, self._spec, self._options, n_ctx=n_ctx, n_sequences=self.n_slots)
+        self._load_progress = 0.4
         self._n_ctx = self._runner.n_ctx
         self._slots = [Slot(i, self._runner.new_sequence()) for i in range(self.n_slots)]
-        self._load_progress = 0.8
-        self._runner.warm_up()
+        self._load_progress = 0.5
+        self._runner.warm_up(self._warmed)
+        self._tokenizer = tokenizer.result() if isinstance(tokenizer, Future) else tokenizer
         self._load_progress = 1.0
         logger.info(
             "%s: %d slots of %d tokens, %d threads, %s kernels, weights ready in %.2f s",
@@ -195,9 +209,18 @@ class Engine:
             time.monotonic() - started,
         )
 
+    def _read_vocabulary(self) -> Tokenizer:
+        return Tokenizer(self._file.shards[0].path, self._file.metadata)
+
+    def _warmed(self, done: float) -> None:
+        self._load_progress = 0.5 + 0.5 * done
+
     def _step(self) -> None:
         """One round: new requests, one prefill chunk, one decode step."""
-        self._receive(block=not self._waiting and all(s.request is None for s in self._slots))
+        is_idle = not self._waiting and all(s.request is None for s in self._slots)
+        if is_idle and self._inbox.empty() and self._runner.warm_more(lambda: not self._inbox.empty()):
+            return  # one at a time: a request waits for no more than that
+        self._receive(block=is_idle)
         self._drop_cancelled()
         self._admit()
         self._seat()
@@ -384,6 +407,7 @@ class Engine:
         sampler.accept(token)
         if slot.n_decoded == 0:
             slot.first_token = time.monotonic()
+            logger.debug("first token %.3f s after its request came to a slot", slot.first_token - slot.started)
         slot.n_decoded += 1
         slot.todo = [token]
         if self._tokenizer.is_eog(token) and not request.params.ignore_eos:
@@ -450,6 +474,8 @@ class Engine:
                 slot.sequence.truncate(0)
                 if request is not None:
                     request.events.put(ErrorEvent(error))
+            if isinstance(error, DeviceLostError):
+                raise error from None
 
     def _drain(self) -> None:
         """At the end of the thread: end every request, so that no reader waits for ever."""

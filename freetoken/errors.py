@@ -9,13 +9,15 @@ FreeTokenError
 │   └── ContextExceededError    prompt longer than the context            HTTP 400
 ├── NotReadyError          the model is still loading                     HTTP 503
 └── EngineError            the engine failed while working for a request  HTTP 500
-    └── PinRefusedError    the system does not lock this host memory for the GPU
+    ├── PinRefusedError    the system does not lock this host memory for the GPU
+    └── DeviceLostError    the GPU failed for good: the process must be started again
 """
 
 from __future__ import annotations
 
 __all__ = [
     "ContextExceededError",
+    "DeviceLostError",
     "EngineError",
     "FreeTokenError",
     "MissingShardError",
@@ -95,3 +97,7 @@ class EngineError(FreeTokenError):
 
 class PinRefusedError(EngineError):
     """The system does not lock a range of host memory for the GPU; others may still be, and work goes on without."""
+
+
+class DeviceLostError(EngineError):
+    """The GPU has failed in a way that leaves no call of it usable in this process."""

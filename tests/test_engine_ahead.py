@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+import time
 from collections.abc import Sequence as ListOf
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,12 @@ import pytest
 from freetoken import engine as engine_module
 from freetoken.batch import Batch
 from freetoken.engine import Engine
+from freetoken.errors import DeviceLostError, NotReadyError
 from freetoken.gpu.chain import device_chain
 from freetoken.kernels.sampler import Mode
 from freetoken.kvcache import Sequence
 from freetoken.options import EngineOptions, ModelOptions
-from freetoken.request import DoneEvent, ErrorEvent, Request, SamplingParams, TokenEvent
+from freetoken.request import DoneEvent, EngineState, ErrorEvent, Request, SamplingParams, TokenEvent
 from freetoken.runner import Runner
 from freetoken.sampler import Sampler
 from tools import tiny_models
@@ -163,5 +166,83 @@ def test_cancelling_stops_the_steps(path: Path, monkeypatch: pytest.MonkeyPatch)
         made.close()
 
 
+class LostRunner(AheadRunner):
+    """A device that fails for good at its fourth step."""
+
+    def launch(self, *args: Any, **more: Any) -> Done:
+        if type(self).n_launched >= 3:
+            raise DeviceLostError("the GPU failed: unspecified launch failure")
+        return super().launch(*args, **more)
+
+
+def test_a_lost_device_ends_the_engine(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "Runner", LostRunner)
+    monkeypatch.setattr(LostRunner, "n_launched", 0)
+    made = engine(path)
+    running, waiting = (Request(prompt=[5, 9, 11], params=GREEDY) for _ in range(2))
+    made.submit(running)
+    with pytest.raises(DeviceLostError, match="unspecified"):
+        answer(running)
+    made.close()
+    assert made.state is EngineState.FAILED and isinstance(made.failure, DeviceLostError)
+    with pytest.raises(NotReadyError):
+        made.submit(waiting)
+
+
 def answer_of(made: Engine, params: SamplingParams) -> tuple[list[int], str]:
     return answers(made, [Request(prompt=[5, 9, 11], params=params)])[0]
+
+
+class WarmingRunner(Runner):
+    """Has programs to run ahead of need; each looks whether somebody waits."""
+
+    n_left = 0
+    stops: list[bool]
+
+    def warm_more(self, should_stop: Any) -> bool:
+        cls = type(self)
+        if not cls.n_left:
+            return False
+        cls.n_left -= 1
+        cls.stops.append(should_stop())
+        cls.between()
+        return True
+
+    @classmethod
+    def between(cls) -> None:
+        """What happens while a program runs."""
+
+
+def test_programs_ahead_of_need_run_one_by_one_while_idle(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "Runner", WarmingRunner)
+    monkeypatch.setattr(WarmingRunner, "n_left", 6)
+    monkeypatch.setattr(WarmingRunner, "stops", [], raising=False)
+    begun, go = threading.Event(), threading.Event()
+
+    def between() -> None:
+        begun.set()
+        go.wait(10)
+
+    monkeypatch.setattr(WarmingRunner, "between", between)
+    made = engine(path)
+    try:
+        assert begun.wait(10)
+        request = Request(prompt=[5, 9, 11], params=GREEDY)
+        made.submit(request)
+        go.set()
+        done: list[int] = []
+        while True:
+            event = request.events.get(timeout=60)
+            if isinstance(event, TokenEvent) and not done:
+                done.append(WarmingRunner.n_left)
+            if isinstance(event, DoneEvent):
+                break
+        assert done == [5], "the request waited for one program only"
+        for _ in range(200):
+            if not WarmingRunner.n_left:
+                break
+            time.sleep(0.01)
+        assert WarmingRunner.n_left == 0 and not any(WarmingRunner.stops), "the rest came when it was over"
+    finally:
+        go.set()
+        made.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from kernel_bits import DEVICE, tensor  # isort: skip
-
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from gpu_compile import ARCHITECTURES, QUICK, compile_kernel
+from kernel_bits import DEVICE, tensor
 from test_sampler import Words
 
 from freetoken.gpu.chain import DeviceParams, device_chain
+from freetoken.kernels.bias import N_BIASES, add_biases
 from freetoken.kernels.checks import next_power_of_2
 from freetoken.kernels.sampler import (
     BINS,
@@ -47,11 +47,15 @@ class Device:
         """Token and status of each row."""
         n = len(logits)
         params = np.zeros((8, N_FIELDS), np.int32)
+        biases = np.zeros((8, 2, N_BIASES), np.int32)
         for i in range(n):
             rows[i].write(params[i])
+            rows[i].write_biases(biases[i])
         tokens, status = torch.full((2, n), -1, dtype=torch.int32)
         with np.errstate(over="ignore"):  # as the GPU does
-            sample(tensor(logits), tensor(params), tensor(np.array(numbers)), tokens, status, self.room)
+            biased = tensor(logits)
+            add_biases(biased, tensor(biases))
+            sample(biased, tensor(params), tensor(np.array(numbers)), tokens, status, self.room)
         assert (self.room.best == -(2**63)).all() and not self.room.counts.any()
         assert not self.room.in_bins.any()
         return list(zip(tokens.tolist(), status.tolist(), strict=True))
@@ -253,8 +257,10 @@ COVERED: list[tuple[dict[str, Any], Mode | None]] = [
     ({"mirostat": 1}, None),
     ({"dynatemp_range": 0.5}, None),
     ({"n_probs": 1}, None),
-    ({"ignore_eos": True}, None),
-    ({"logit_bias": {3: 1.0}}, None),
+    ({"ignore_eos": True}, Mode.LIST),
+    ({"logit_bias": {3: 1.0}, "temperature": 0.0}, Mode.GREEDY),
+    ({"logit_bias": dict.fromkeys(range(N_BIASES), 1.0)}, Mode.LIST),
+    ({"logit_bias": dict.fromkeys(range(N_BIASES + 1), 1.0)}, None),
     ({"samplers": ("temperature", "top_k")}, None),
     ({"samplers": ("top_k", "top_k")}, None),
     ({"samplers": ("min_p", "temperature")}, Mode.ALL),
@@ -267,8 +273,24 @@ def test_what_is_covered(case: tuple[dict[str, Any], Mode | None]) -> None:
     assert (row and row.mode) == case[1]
 
 
-def test_banned_tokens_are_for_the_host() -> None:
-    assert device_chain(Sampler(DEFAULTS, Words(banned=(5,)))) is None
+def test_biases_and_bans_are_the_hosts() -> None:
+    rng = np.random.default_rng(3)
+    device = Device(300)
+    for _ in range(6):
+        logits = random_logits(rng, 8, 300)
+        params = [random_params(rng, m) for m in (Mode.LIST, Mode.ALL) for _ in range(4)]
+        for i, p in enumerate(params):
+            tokens = rng.choice(300, 1 + 4 * i, replace=False).tolist()
+            values = rng.choice([-np.inf, 3.0, -2.5, 40.0], len(tokens)).tolist()
+            params[i] = replace(p, logit_bias=dict(zip(tokens, values, strict=True)))
+        compare(device, logits, params, rng.random(8).tolist())
+
+
+def test_when_every_token_is_banned_the_host_says_so() -> None:
+    params = replace(DEFAULTS, logit_bias=dict.fromkeys(range(20), -np.inf))
+    row = device_chain(Sampler(params, Words(20)))
+    assert row is not None
+    assert Device(20)(np.zeros((1, 20), np.float32), [row], [0.5])[0][1] == 1
 
 
 def check_compiles(n_vocab: int, archs: tuple[int, ...]) -> None:
@@ -294,7 +316,7 @@ def test_kernels_compile_for_gpus() -> None:
     check_compiles(151936, QUICK)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_kernels_compile_for_every_gpu() -> None:
     for n_vocab in (3000, 128256, 262144):
         check_compiles(n_vocab, ARCHITECTURES)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import pytest
@@ -365,6 +362,29 @@ def compile_sort(arch: int) -> None:
     )  # fmt: skip
 
 
+F, H, N = "*fp32", "*fp16", "i32"
+ROWS: dict[str, tuple[dict[str, str], dict[str, object]]] = {  # at the widths of Qwen3-30B-A3B
+    "halve_kernel": ({"x": F, "out": H, "scale": F, "rows": N, "stride": N}, {"N": 2048, "R": 1, "BLOCK": 2048}),
+    "combine_kernel": (
+        dict.fromkeys(("x", "post", "shared", "gate", "residual", "total", "norm", "y", "scale"), F)
+        | {"half": H, "rows": N, "post_eps": "fp32", "eps": "fp32"}
+        | dict.fromkeys([f"{name}_stride" for name in ("x", "shared", "gate", "residual", "total", "y")], N),
+        {"N": 2048, "W": 2048, "R": 1},
+    ),
+    "add_expert_rows_kernel": (
+        {"rows": F, "positions": "*i32", "weights": F, "y": F, "first": N, "end": N},
+        {"N": 2048, "K": 8, "BLOCK": 1024, "IS_FIRST": True},
+    ),
+}
+
+
+def compile_rows(arch: int) -> None:
+    for name, (types, numbers) in ROWS.items():
+        pointers = tuple(argument for argument, t in types.items() if t[0] == "*")
+        place = "freetoken.kernels.prompt_rows"
+        compile_kernel(place, name, types, numbers, divisible=pointers, archs=(arch,))
+
+
 @pytest.mark.parametrize("arch", QUICK)
 def test_kernels_compile(arch: int) -> None:
     ptx = compile_product(tile_for(300, arch, is_double=True), (arch,), is_double=True)
@@ -375,7 +395,7 @@ def test_kernels_compile(arch: int) -> None:
         compile_coded(GgmlType.Q4_K, True, arch)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_compile_everywhere(arch: int) -> None:
     for n_rows in (8, 40, 80, 300):
@@ -383,6 +403,7 @@ def test_kernels_compile_everywhere(arch: int) -> None:
             compile_product(tile_for(n_rows, arch, is_double=is_double), (arch,), is_double=is_double)
     for dim in (64, 128, 256):
         compile_attention(dim, arch)
+    compile_rows(arch)
     compile_sort(arch)
     for type_id in TYPE_CLASS:
         if can_be_coded(type_id, arch):

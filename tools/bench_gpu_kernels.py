@@ -123,6 +123,7 @@ class Kernels:
     def __init__(self, tokens: int) -> None:
         self.n = tokens
         self.rng = np.random.default_rng(1)
+        self.memory: torch.Tensor | None = None  # experts on the host; kernels know its address only
 
     def cases(self) -> Iterator[tuple[str, Callable[[str], Case]]]:
         yield "empty", lambda name: Case(name, [lambda: empty_kernel[(1,)](num_warps=1)])
@@ -208,11 +209,12 @@ class Kernels:
     def fills(self, name: str, n_fills: int, type_id: Type) -> Case:
         shapes = ((N_FF, DIM), (N_FF, DIM), (DIM, N_FF))
         sizes = [layout.slot_bytes(type_id, *shape) for shape in shapes]
-        memory = torch.zeros((3, N_EXPERT, sizes[0]), dtype=torch.uint8).pin_memory()
+        if self.memory is None:
+            self.memory = torch.zeros((3, N_EXPERT, 1 << 21), dtype=torch.uint8, pin_memory=True)
         banks = [
-            fill_bank(type_id, *shape, memory[i].data_ptr(), sum(sizes[:i]), DEVICE) for i, shape in enumerate(shapes)
+            fill_bank(type_id, *shape, self.memory[i].data_ptr(), sum(sizes[:i]), DEVICE)
+            for i, shape in enumerate(shapes)
         ]
-        self.memory = memory  # kernels know its address only
         slots = torch.zeros((64, sum(sizes)), dtype=torch.uint8, device=DEVICE)
         counts = torch.tensor([8, 0, 8, n_fills, 0], dtype=torch.int32, device=DEVICE)
         lists = [torch.arange(8, dtype=torch.int32, device=DEVICE) + 8 * i for i in range(8)]

@@ -202,8 +202,19 @@ class Transformer:
         self.final_softcap = spec.final_softcap
 
     def forward(self, ops: Ops) -> Act:
-        x = ops.embed(self.token_embd, self.embedding_scale)
-        for layer in self.layers:
+        return self.finish(ops, self.run_layers(ops, self.start(ops), 0, len(self.layers)))
+
+    def start(self, ops: Ops) -> Act:
+        """The hidden state in front of the first layer."""
+        return ops.embed(self.token_embd, self.embedding_scale)
+
+    def run_layers(self, ops: Ops, x: Act, first: int, end: int) -> Act:
+        """The hidden state behind layers [first, end)."""
+        for layer in self.layers[first:end]:
             x = layer.forward(ops, x)
+        return x
+
+    def finish(self, ops: Ops, x: Act) -> Act:
+        """Logits of the hidden state behind the last layer."""
         logits = ops.head(ops.rms_norm(x, self.output_norm), self.output)
         return ops.scale(logits, 1.0, self.final_softcap) if self.final_softcap else logits

@@ -397,9 +397,19 @@ class Recorded:
 class Decoder:
     """Runs forward passes of up to 8 rows of any sequences. Used by the engine thread only."""
 
-    def __init__(self, pool: native.Pool, model: Model, cache: KVCache, max_pages: int, n_planes: int) -> None:
+    def __init__(
+        self,
+        pool: native.Pool,
+        model: Model,
+        cache: KVCache,
+        max_pages: int,
+        n_planes: int,
+        n_layers: int | None = None,
+    ) -> None:
+        """With `n_layers` only the first so many layers run, and what comes out are hidden states of all rows."""
         self._pool = pool
         self._model = model
+        self._n_layers = n_layers
         self._cache = cache
         self._n_planes = n_planes
         self._inputs = Inputs(
@@ -411,8 +421,9 @@ class Decoder:
         self._heads: dict[int, Recorded] = {}
 
     def run(self, batch: Batch) -> np.ndarray:
-        """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab], the caller's own."""
-        key = batch.n, batch.n_outputs
+        """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab], the caller's own. With `n_layers` hidden
+        states fp32 [n, n_embd] instead."""
+        key = batch.n, batch.n if self._n_layers is not None else batch.n_outputs
         if key not in self._programs:
             self._programs[key] = self._record(*key)
         recorded = self._programs[key]
@@ -440,9 +451,12 @@ class Decoder:
 
     def _record(self, n: int, n_outputs: int) -> Recorded:
         program, recorder = self._recorder(n, n_outputs)
-        logits = self._model.forward(recorder)
+        if self._n_layers is None:
+            result = self._model.forward(recorder)
+        else:
+            result = self._model.run_layers(recorder, self._model.start(recorder), 0, self._n_layers)
         recorder.finish()
-        return Recorded(program, recorder, None, logits)
+        return Recorded(program, recorder, None, result)
 
     def _record_head(self, n: int, weight: Weight) -> Recorded:
         program, recorder = self._recorder(n, n)

@@ -12,6 +12,7 @@ import ctypes
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -46,10 +47,19 @@ LogitsOfRows = Callable[[np.ndarray, Weight], np.ndarray]
 class Prefill:
     """Runs chunks of one sequence. Used by the engine thread only; torch's thread number is the pool's from now on."""
 
-    def __init__(self, pool: native.Pool, model: Model, cache: KVCache, head_logits: LogitsOfRows) -> None:
+    def __init__(
+        self,
+        pool: native.Pool,
+        model: Model,
+        cache: KVCache,
+        head_logits: LogitsOfRows,
+        n_layers: int | None = None,
+    ) -> None:
+        """With `n_layers` only the first so many layers run, and what comes out are hidden states of all rows."""
         torch.set_num_threads(pool.n_threads)
         _keep_freed_memory()
         self._model = model
+        self._n_layers = n_layers
         self._ops = PrefillOps(pool, cache, head_logits)
 
     def run(
@@ -58,13 +68,18 @@ class Prefill:
         should_stop: Callable[[], bool] | None = None,
         between_layers: Callable[[], bool] | None = None,
     ) -> np.ndarray:
-        """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab]. Raises Stopped.
+        """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab], with `n_layers` hidden states fp32
+        [n, n_embd] instead. Raises Stopped.
 
         `between_layers` is called before each layer but the first and may run decode steps of others."""
         with torch.inference_mode():
-            self._ops.begin(batch, should_stop, between_layers)
-            logits: Tensor = self._model.forward(self._ops)
-            return np.asarray(logits.numpy())
+            if self._n_layers is None:
+                self._ops.begin(batch, should_stop, between_layers)
+                result: Tensor = self._model.forward(self._ops)
+            else:
+                self._ops.begin(replace(batch, n_outputs=batch.n), should_stop, between_layers)
+                result = self._model.run_layers(self._ops, self._model.start(self._ops), 0, self._n_layers)
+            return np.asarray(result.numpy())
 
 
 class PrefillOps:

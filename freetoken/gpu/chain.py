@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from freetoken.kernels.bias import N_BIASES
 from freetoken.kernels.sampler import MAX_TOP_K, Mode
 from freetoken.sampler import Sampler
 
-__all__ = ["DeviceParams", "device_chain"]
+__all__ = ["GREEDY", "DeviceParams", "device_chain"]
 
 _ORDER = ("top_k", "top_p", "min_p", "temperature")
 _OFF_TOP_P = 2.0
@@ -30,16 +31,29 @@ class DeviceParams:
     top_p: float = _OFF_TOP_P
     log_min_p: float = -np.inf
     temperature: float = 1.0
+    biases: tuple[np.ndarray, np.ndarray] | None = None
+    """Tokens, all different, and what is added to their logits, fp32; at most N_BIASES."""
 
     def write(self, row: np.ndarray) -> None:
         """Fill a row, int32 [N_FIELDS]."""
         row[:3] = self.mode, self.top_k, self.min_keep
         row[3:6] = np.array([self.top_p, self.log_min_p, self.temperature], np.float32).view(np.int32)
 
+    def write_biases(self, row: np.ndarray) -> None:
+        """Fill a row of `kernels.bias`, int32 [2, N_BIASES]."""
+        row[0] = -1
+        if self.biases is not None:
+            tokens, values = self.biases
+            row[0, : len(tokens)] = tokens
+            row[1, : len(tokens)] = values.astype(np.float32).view(np.int32)
+
+
+GREEDY = DeviceParams(Mode.GREEDY)
+
 
 def device_chain(sampler: Sampler) -> DeviceParams | None:
-    """How the kernel samples this request; None where the host must. Covered are, without n_probs, logit bias, banned
-    tokens (the file's, or all that end the text), penalties, DRY, mirostat, dynamic temperature and other steps:
+    """How the kernel samples this request; None where the host must. Covered are, with biases and bans of at most
+    N_BIASES tokens, without n_probs, penalties, DRY, mirostat, dynamic temperature and other steps:
 
     * greedy requests: a temperature of 0 or less, whatever else is set that leaves the largest logit;
     * top_k 1 to MAX_TOP_K with any of top_p, min_p (and min_keep) and temperature after it in the default order;
@@ -47,10 +61,11 @@ def device_chain(sampler: Sampler) -> DeviceParams | None:
       host even if it holds the whole vocabulary: it sorts the candidates, so a number means another token.
     """
     p, active = sampler.params, sampler.active_steps
-    if p.n_probs or sampler.has_bias:
+    biases = sampler.biases if len(sampler.biases[0]) else None
+    if p.n_probs or len(sampler.biases[0]) > N_BIASES:
         return None
     if sampler.is_greedy:
-        return None if active else DeviceParams(Mode.GREEDY)
+        return None if active else DeviceParams(Mode.GREEDY, biases=biases)
     if sampler.has_mirostat or active != tuple(name for name in _ORDER if name in active):
         return None
     with np.errstate(all="ignore"):
@@ -71,4 +86,5 @@ def device_chain(sampler: Sampler) -> DeviceParams | None:
         top_p=float(top_p),
         log_min_p=float(log_min_p),
         temperature=float(max(temperature, np.float32(0))),
+        biases=biases,
     )

@@ -1,8 +1,9 @@
-"""Decode on the GPU: a forward pass of up to 8 tokens as one CUDA graph, captured on first use.
+"""Decode on the GPU: a forward pass of up to 8 tokens as one CUDA graph, captured on second use.
 
-There is a graph for each number of rows, of outputs, and for each size of context, since the attention's grid covers
-the longest context of its graph. On other devices (Triton's interpreter) the same launches run one by one. The
-arithmetic is docs/numerics.md's: logits have the bits of the CPU's.
+The first use launches one kernel after the other, which also loads those that are new: as fast as a capture, and a
+shape that comes once needs none. There is a graph for each number of rows, of outputs, and for each size of context,
+since the attention's grid covers the longest context of its graph. On other devices (Triton's interpreter) the same
+launches run one by one. The arithmetic is docs/numerics.md's: logits have the bits of the CPU's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from freetoken.batch import Batch
 from freetoken.blocks import Model, Weight
 from freetoken.gpu.arena import Arena
+from freetoken.gpu.failures import translated
 from freetoken.gpu.inputs import N_MIRRORS, Draws, Inputs
 from freetoken.gpu.kv import DeviceKV
 from freetoken.gpu.lower import ExpertLaunches, Launch, Lowering, Room
@@ -24,6 +26,8 @@ from freetoken.gpu.trace import Trace
 from freetoken.gpu.weights import DeviceWeights, weight_class
 from freetoken.kernels.activations import MAX_TOKENS, empty_activation, quantize
 from freetoken.kernels.attention import max_splits
+from freetoken.kernels.bias import add_biases
+from freetoken.kernels.compile_ahead import compile_ahead
 from freetoken.kernels.matvec import matvec
 from freetoken.kernels.sampler import SampleRoom, sample
 
@@ -44,12 +48,25 @@ class Shape:
     is_sampled: bool
 
 
-@dataclass(frozen=True)
 class Program:
-    """Launches with what they point at, and how to run them all."""
+    """Launches with what they point at. `replay` runs them all: one by one the first time, as a graph from the second
+    on where `is_cuda`."""
 
-    lowered: Lowering
-    replay: Callable[[], None]
+    def __init__(self, lowered: Lowering, *, is_cuda: bool) -> None:
+        self.lowered = lowered
+        self._is_cuda = is_cuda
+        self._has_run = False
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def replay(self) -> None:
+        if self._graph is None and (not self._is_cuda or not self._has_run):
+            for launch in self.lowered.launches:
+                launch()
+            self._has_run = True
+            return
+        if self._graph is None:
+            self._graph = capture(self.lowered.launches)
+        self._graph.replay()
 
 
 class Step:
@@ -62,7 +79,8 @@ class Step:
     def wait(self) -> tuple[list[int], list[int]]:
         """Tokens, and for each 0, or 1 where the host must sample it. To be asked once, in the order of the steps."""
         if self._done is not None:
-            self._done.synchronize()
+            with translated(self._results.device):
+                self._done.synchronize()
         tokens, status = self._results.tolist()
         return tokens, status
 
@@ -79,9 +97,13 @@ class GpuDecoder:
         experts: ExpertLaunches | None,
         n_positions: int,
         n_planes: int,
+        n_embd: int,
+        first_layer: int = 0,
     ) -> None:
-        """`n_positions` is the longest context of a sequence."""
+        """`n_positions` is the longest context of a sequence; layers before `first_layer` run elsewhere."""
         self._model = model
+        self._first_layer = first_layer
+        self._n_embd = n_embd
         self._weights = weights
         self._kv = kv
         self._inputs = inputs
@@ -100,10 +122,11 @@ class GpuDecoder:
         ]
         self._turn = 0
 
-    def run(self, batch: Batch) -> np.ndarray:
-        """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab], the caller's own."""
+    def run(self, batch: Batch, hidden: np.ndarray | None = None) -> np.ndarray:
+        """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab], the caller's own. `hidden` fp32 [n,
+        n_embd] are the states behind the layers that ran elsewhere."""
         program = self.program(batch.n, batch.n_outputs, int(batch.positions.max()) + 1)
-        self._inputs.fill(batch)
+        self._inputs.fill(batch, hidden=hidden)
         program.replay()
         return self._read(program.lowered.logits)
 
@@ -118,7 +141,7 @@ class GpuDecoder:
         results.copy_(self._sampled[:, : batch.n], non_blocking=True)
         done = None
         if self._is_cuda:
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         return Step(results, done)
 
@@ -128,6 +151,17 @@ class GpuDecoder:
         if shape not in self._programs:
             self._programs[shape] = self._make(shape)
         return self._programs[shape]
+
+    def try_out(self, n: int, *, is_sampled: bool = False, on_kernel: Callable[[int, int], None] | None = None) -> int:
+        """Run the program of a step of n rows that nobody asked for, so that the next one finds it made, its kernels
+        loaded and, the second time, its graph captured. `on_kernel` and what is returned are `compile_ahead`'s."""
+        program = self.program(n, n if is_sampled else 1, 1, is_sampled=is_sampled)
+        n_compiled = 0
+        if on_kernel is not None and self._is_cuda:
+            n_compiled = compile_ahead(program.lowered.launches, self._weights.device, on_kernel)
+        self._inputs.fill_trial(n)
+        program.replay()
+        return n_compiled
 
     def head_logits(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         """Logits of states that came from elsewhere: fp32 [n, rows] of x [n, cols], by the same arithmetic."""
@@ -150,7 +184,7 @@ class GpuDecoder:
 
     def _make(self, shape: Shape) -> Program:
         trace = Trace(shape.n, shape.n_outputs)
-        self._model.forward(trace)
+        self._write_down(trace)
         lowered = Lowering(
             trace,
             self._weights,
@@ -162,17 +196,20 @@ class GpuDecoder:
             shape.n_positions,
             self._n_planes,
         )
+        self._weights.settle()  # only the first program uploads
+        if self._experts is not None:
+            self._experts.settle()
         if shape.is_sampled:
             lowered.launches.append(partial(self._sample, lowered.logits))
-        if not self._is_cuda:
-            return Program(lowered, partial(_run_all, lowered.launches))
-        self._inputs.fill_trial(shape.n)
-        _run_all(lowered.launches)  # compiles what is new, which a capture must not do
-        torch.cuda.synchronize(self._weights.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            _run_all(lowered.launches)
-        return Program(lowered, graph.replay)
+        return Program(lowered, is_cuda=self._is_cuda)
+
+    def _write_down(self, trace: Trace) -> None:
+        if not self._first_layer:
+            self._model.forward(trace)
+            return
+        n_layer = len(self._kv.k)
+        x = self._model.run_layers(trace, trace.entry(self._n_embd), self._first_layer, n_layer)
+        self._model.finish(trace, trace.outputs(x))
 
     def _sample(self, logits: torch.Tensor) -> None:
         """Sample the next tokens to where this step's stood, and to where the host reads them."""
@@ -180,6 +217,7 @@ class GpuDecoder:
             self._sample_room = SampleRoom.empty(MAX_TOKENS, logits.shape[1], logits.device)
         n, inputs = len(logits), self._inputs
         tokens, status = self._sampled[0, :n], self._sampled[1, :n]
+        add_biases(logits, inputs.biases)
         sample(logits, inputs.params, inputs.uniforms, tokens, status, self._sample_room)
         inputs.tokens[:n].copy_(tokens)
 
@@ -203,6 +241,10 @@ class GpuDecoder:
         return host.numpy().copy()
 
 
-def _run_all(launches: list[Launch]) -> None:
-    for launch in launches:
-        launch()
+def capture(launches: list[Launch]) -> torch.cuda.CUDAGraph:
+    """All launches as one graph. They must have run before: a capture may not load a kernel. Waits for the device."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for launch in launches:
+            launch()
+    return graph

@@ -21,13 +21,22 @@ def kv_bytes(layers: Sequence[KVShape], capacity: int, dtype: str) -> int:
 
 
 class DeviceKV:
-    """`k[layer]` [capacity + 1, n_kv, PAGE, head_dim_k], `v[layer]` alike. Page `spare` takes what trial runs write."""
+    """`k[layer]` [capacity + 1, n_kv, PAGE, head_dim_k], `v[layer]` alike. Page `spare` takes what trial runs write.
+    Layers before `first_layer` have no pages here."""
 
-    def __init__(self, layers: Sequence[KVShape], capacity: int, dtype: str, device: torch.device | str) -> None:
-        def pages(n_kv: int, width: int) -> torch.Tensor:
-            return torch.zeros((capacity + 1, n_kv, PAGE, width), dtype=KV_TYPES[dtype], device=device)
+    def __init__(
+        self,
+        layers: Sequence[KVShape],
+        capacity: int,
+        dtype: str,
+        device: torch.device | str,
+        first_layer: int = 0,
+    ) -> None:
+        def pages(layer: int, n_kv: int, width: int) -> torch.Tensor:
+            n = capacity + 1 if layer >= first_layer else 0
+            return torch.zeros((n, n_kv, PAGE, width), dtype=KV_TYPES[dtype], device=device)
 
-        self.k = [pages(s.n_kv, s.head_dim_k) for s in layers]
-        self.v = [pages(s.n_kv, s.head_dim_v) for s in layers]
+        self.k = [pages(i, s.n_kv, s.head_dim_k) for i, s in enumerate(layers)]
+        self.v = [pages(i, s.n_kv, s.head_dim_v) for i, s in enumerate(layers)]
         self.spare = capacity
         self.n_bytes = sum(t.nbytes for t in (*self.k, *self.v))

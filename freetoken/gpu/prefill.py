@@ -63,12 +63,15 @@ class Prefill:
         scratch: Scratch,
         n_chunk: int = 0,
         keep: Keep | None = None,
+        first_layer: int = 0,
     ) -> None:
         """`pool` holds the routed experts of a model that has some; `keep` may take staged ones over at the end of a
-        prompt. Memory for chunks of `n_chunk` tokens is taken at the first."""
+        prompt. Memory for chunks of `n_chunk` tokens is taken at the first. Layers before `first_layer` run
+        elsewhere."""
         self._model, self._weights, self.pages = model, weights, pages
         self.head_logits, self.device = head_logits, device
         self._scratch, self._n_chunk, self._keep = scratch, n_chunk, keep
+        self._first_layer = first_layer
         self.capability = 0
         if device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(device)
@@ -89,15 +92,17 @@ class Prefill:
         should_stop: Callable[[], bool] | None = None,
         between_layers: Callable[[], bool] | None = None,
         plan: str | None = None,
+        hidden: np.ndarray | None = None,
     ) -> Tensor:
-        """Queue a chunk; logits fp32 [n_outputs, n_vocab] on the device. Raises Stopped.
+        """Queue a chunk; logits fp32 [n_outputs, n_vocab] on the device. Raises Stopped. `hidden` fp32 [n, n_embd] are
+        the states behind the first `first_layer` layers, which ran elsewhere.
 
         `between_layers` is called before each layer but the first and may run decode steps of others; it says whether
         experts may have changed slots. `plan` "stream" or "on_demand" overrides the cost model.
         """
         with torch.inference_mode():
-            program = self.program()
-            chunk = _Chunk(self, batch, should_stop, between_layers, self._memory(program, batch))
+            program = self.program(0 if hidden is None else hidden.shape[1])
+            chunk = _Chunk(self, batch, should_stop, between_layers, self._memory(program, batch), hidden)
             if self.stream is not None and self.mixture is not None:
                 self.mixture.keep = self._keep if batch.n_outputs else None
                 if self._keep is not None:
@@ -112,11 +117,19 @@ class Prefill:
                 self.flush()
             return chunk.logits
 
-    def program(self) -> PromptProgram:
-        """The steps, made by the first chunk."""
+    def _write_down(self, trace: PromptTrace, n_embd: int) -> None:
+        model, n_layer = self._model, len(self.pages.k)
+        x = trace.entry(n_embd) if self._first_layer else model.start(trace)
+        x = model.run_layers(trace, x, self._first_layer, n_layer)
+        if self._first_layer == n_layer:
+            x = trace.outputs(x)  # no last layer has done so
+        model.finish(trace, x)
+
+    def program(self, n_embd: int = 0) -> PromptProgram:
+        """The steps, made by the first chunk; rows that come from elsewhere are n_embd wide."""
         if self._program is None:
             trace = PromptTrace()
-            self._model.forward(trace)
+            self._write_down(trace, n_embd)
             dense = Dense(self._scratch, self.capability, self.device)
             self._program = PromptProgram(trace, self._weights, dense)
         return self._program
@@ -162,11 +175,12 @@ class _Chunk:
         should_stop: Callable[[], bool] | None,
         between_layers: Callable[[], bool] | None,
         memory: RowMemory,
+        hidden: np.ndarray | None,
     ) -> None:
         self._owner = owner
         self._n = batch.n
         self._should_stop, self._between_layers = should_stop, between_layers
-        self.memory = memory
+        self.memory, self.hidden = memory, hidden
         self.tokens = batch.tokens
         self.start = int(batch.positions[0])
         self.table = upload(np.ascontiguousarray(batch.page_tables[0], np.int32), owner.device)

@@ -19,6 +19,7 @@ from freetoken.blocks import RopeTable, Weight
 from freetoken.gpu import trace as t
 from freetoken.gpu.dense import Dense, Part, takes_floats
 from freetoken.gpu.rows import Plan, Ref, RowMemory, Step, Value, plan_rows
+from freetoken.gpu.scratch import upload
 from freetoken.kernels.grouped import Rows
 from freetoken.kernels.matvec import Matrix
 from freetoken.kernels.prompt_attention import attend_chunk
@@ -51,6 +52,8 @@ class Chunk(Protocol):
     memory: RowMemory
     start: int
     tokens: np.ndarray
+    hidden: np.ndarray | None
+    """States fp32 [n, n_embd] of layers that ran elsewhere."""
     table: Tensor
     """int32, the sequence's pages."""
     k: Any
@@ -148,7 +151,9 @@ class PromptProgram:
         if id(node) in self._done:
             return
         self._done.add(id(node))
-        if isinstance(node, t.Embedding):
+        if isinstance(node, t.Entry):
+            self._entry(node)
+        elif isinstance(node, t.Embedding):
             self._embedding(node)
         elif isinstance(node, Head):
             self._head(node)
@@ -174,6 +179,15 @@ class PromptProgram:
             self._done.discard(id(node))  # with the product that follows
         else:
             raise NotImplementedError(f"{type(node).__name__} outside the places where a prompt's steps fuse it")
+
+    def _entry(self, node: t.Entry) -> None:
+        out = self._rows_of[id(node)] = self._new(node)
+
+        def run(c: Chunk) -> None:
+            assert c.hidden is not None, "states of the layers that ran elsewhere"
+            c.memory[out].copy_(upload(c.hidden, c.table.device))
+
+        self._add(run, out)
 
     def _embedding(self, node: t.Embedding) -> None:
         out = self._rows_of[id(node)] = self._new(node)

@@ -18,6 +18,7 @@ from freetoken.gpu.weights import weight_class
 __all__ = [
     "Attention",
     "Embedding",
+    "Entry",
     "Experts",
     "GatedSum",
     "Glu",
@@ -44,6 +45,11 @@ class Node:
     def inputs(self) -> Iterator[Node]:
         """The nodes it is made of."""
         return (value for value in vars(self).values() if isinstance(value, Node))
+
+
+@dataclass(eq=False)
+class Entry(Node):
+    """Hidden states that the host brings."""
 
 
 @dataclass(eq=False)
@@ -156,11 +162,15 @@ class Trace:
     def widest_attention(self) -> tuple[int, int]:
         """The most query heads, and the widest head's values, of all layers."""
         found = [(node.n_head, node.width // node.n_head) for node in self.nodes if isinstance(node, Attention)]
-        return max(n_head for n_head, _ in found), max(width for _, width in found)
+        return max((n_head for n_head, _ in found), default=1), max((width for _, width in found), default=1)
 
     def _new(self, node: AnyNode) -> AnyNode:
         self.nodes.append(node)
         return node
+
+    def entry(self, width: int) -> Node:
+        """The hidden states of layers that ran elsewhere."""
+        return self._new(Entry(self.n, width))
 
     def embed(self, weight: Weight, scale: float = 1.0) -> Node:
         return self._new(Embedding(self.n, weight.cols, weight, scale))

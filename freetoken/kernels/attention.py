@@ -23,6 +23,10 @@ from freetoken.kernels.sums import fold8, fold32, softcap
 __all__ = ["Mask", "Partials", "attend", "heads_per_program", "max_splits"]
 
 
+UNROLL = 64
+"""Positions whose values a program loads at once."""
+
+
 @dataclass(frozen=True)
 class Mask:
     """How scores are formed: factor, soft cap (0: none), sliding window (0: none), sinks fp32 [n_head]."""
@@ -60,16 +64,8 @@ def max_splits(n_positions: int, window: int = 0) -> int:
 
 
 def heads_per_program(n: int, n_head: int, n_kv: int, n_splits: int, n_processors: int) -> int:
-    """Query heads that one program takes: more heads read keys and values less often, if enough programs are left."""
-    heads = 1
-    while (n_head // n_kv) % (2 * heads) == 0 and heads < 8 and n * n_head * n_splits >= 2 * heads * n_processors:
-        heads *= 2
-    return heads
-
-
-def _shape(heads: int) -> tuple[int, int]:
-    """Warps of a program, and positions whose values it loads at once."""
-    return 4, 64
+    """Query heads that one program takes: two share keys and values if enough programs are left; more did not pay."""
+    return 2 if (n_head // n_kv) % 2 == 0 and n * n_head * n_splits >= 2 * n_processors else 1
 
 
 def merged_heads(n_head: int, heads: int, dim_v: int, cls: int) -> int:
@@ -128,30 +124,50 @@ def add_rows(
 
 
 @triton.jit
-def merge_splits(
-    o, ml, sinks, position, token, first_column, y, q, dx, sums,
-    N_HEAD: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr, CLS: tl.constexpr, PLANES: tl.constexpr,
+def merge_few(
+    o, ml, sink, record, column, mask, n_splits,
+    DIM_V: tl.constexpr, WIDTH: tl.constexpr, MAX_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Steps 3 and 4 of section 6 for BLOCK columns of all heads' values of a token, which are then quantised."""
-    column = first_column + tl.arange(0, BLOCK)
-    mask = column < N_HEAD * DIM_V
-    head = column // DIM_V
-    AT_ONCE: tl.constexpr = 4 if MAX_SPLITS <= 4 else (8 if MAX_SPLITS <= 8 else 16)
-    n_splits = position // 256 - first_position(position, WINDOW) // 256 + 1
-    record = ((token * N_HEAD + head) * MAX_SPLITS).to(tl.int64)
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    """`merge_many` of up to 16 splits, which are loaded at once."""
+    S: tl.constexpr = 16 if MAX_SPLITS > 8 else (8 if MAX_SPLITS > 4 else 4)
+    i = tl.arange(0, S)[None, :]
+    is_there = mask[:, None] & (i < n_splits)
+    at = record[:, None] + i
+    m = tl.load(ml + at * 2, mask=is_there, other=float("-inf"))
+    l_sum = tl.load(ml + at * 2 + 1, mask=is_there, other=0.0)
+    part = tl.load(o + at * WIDTH + (column % DIM_V)[:, None], mask=is_there, other=0.0)
+    top = tl.max(m, axis=1)
+    if HAS_SINKS:
+        top = tl.maximum(top, sink)
+    w = exp(tl.where(is_there, m, 0.0) - tl.where(mask, top, 0.0)[:, None])
+    l_sum = tl.where(is_there, w * l_sum, 0.0).to(tl.int32, bitcast=True)
+    part = tl.where(is_there, w * part, 0.0).to(tl.int32, bitcast=True)
+    total = tl.zeros([column.shape[0]], tl.float32)
+    out = total
+    for n in tl.static_range(S):  # sums of one number and zeros
+        total = total + tl.sum(tl.where(i == n, l_sum, 0), axis=1).to(tl.float32, bitcast=True)
+        out = out + tl.sum(tl.where(i == n, part, 0), axis=1).to(tl.float32, bitcast=True)
+    return top, total, out
+
+
+@triton.jit
+def merge_many(
+    o, ml, sink, record, column, mask, n_splits,
+    DIM_V: tl.constexpr, WIDTH: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """The largest score, L and O of section 6, step 3, for columns of all heads' values."""
+    AT_ONCE: tl.constexpr = 16
+    top = tl.full([column.shape[0]], float("-inf"), tl.float32)
     start = 0
     while start < n_splits:
         for i in tl.static_range(AT_ONCE):
             is_there = mask & (start + i < n_splits)
             top = tl.maximum(top, tl.load(ml + (record + start + i) * 2, mask=is_there, other=float("-inf")))
         start += AT_ONCE
-    if sinks is not None:
-        sink = tl.load(sinks + head, mask=mask, other=0.0)
+    if HAS_SINKS:
         top = tl.maximum(top, sink)
-    total = tl.zeros([BLOCK], tl.float32)
-    out = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([column.shape[0]], tl.float32)
+    out = total
     start = 0
     while start < n_splits:
         for i in tl.static_range(AT_ONCE):
@@ -164,7 +180,31 @@ def merge_splits(
             total = total + tl.where(is_there, w * l_sum, 0.0)
             out = out + tl.where(is_there, w * part, 0.0)
         start += AT_ONCE
-    if sinks is not None:
+    return top, total, out
+
+
+@triton.jit
+def merge_splits(
+    o, ml, sinks, position, token, first_column, y, q, dx, sums,
+    N_HEAD: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr, CLS: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
+    """Steps 3 and 4 of section 6 for BLOCK columns of all heads' values of a token, which are then quantised."""
+    # the minimum hides from Triton that columns are contiguous: each thread then has all splits of its columns
+    column = first_column + tl.minimum(tl.arange(0, BLOCK), BLOCK - 1)
+    mask = column < N_HEAD * DIM_V
+    head = column // DIM_V
+    n_splits = position // 256 - first_position(position, WINDOW) // 256 + 1
+    record = ((token * N_HEAD + head) * MAX_SPLITS).to(tl.int64)
+    HAS_SINKS: tl.constexpr = sinks is not None
+    sink = tl.zeros([BLOCK], tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=mask, other=0.0)
+    if MAX_SPLITS <= 16:
+        top, total, out = merge_few(o, ml, sink, record, column, mask, n_splits, DIM_V, WIDTH, MAX_SPLITS, HAS_SINKS)
+    else:
+        top, total, out = merge_many(o, ml, sink, record, column, mask, n_splits, DIM_V, WIDTH, HAS_SINKS)
+    if HAS_SINKS:
         total = total + exp(sink - top)
     out = out * tl.math.div_rn(1.0, tl.where(mask, total, 1.0))
     if y is not None:
@@ -232,6 +272,19 @@ def attend_split(
 
 
 @triton.jit
+def fetch(rows, end, DIM: tl.constexpr):
+    """Bring the first `end` rows of a page into the second-level cache: one word of every 32 bytes is loaded, as
+    volatile, so that it is loaded although nothing uses it."""
+    BITS: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth
+    sector = tl.arange(0, triton.next_power_of_2(DIM * BITS))  # 256 rows of DIM * BITS / 8 bytes
+    tl.load(
+        rows.to(tl.pointer_type(tl.int32)) + sector * 8,
+        mask=sector * 256 < tl.minimum(end, 256) * (DIM * BITS),
+        volatile=True,
+    )
+
+
+@triton.jit
 def attend_split_kernel(
     query, k_pages, v_pages, o, ml, positions, table, scale, cap, arrived, sinks, y, q, dx, sums,
     N_HEAD: tl.constexpr, N_KV: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
@@ -239,9 +292,9 @@ def attend_split_kernel(
     WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, UNROLL: tl.constexpr,
     MERGED: tl.constexpr, CLS: tl.constexpr, PLANES: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Splits of a token's heads. Where `arrived` is given, the program that comes last of those that share MERGED
-    heads does steps 3 and 4 for them; it leaves the counter at 0."""
-    wait(IS_CHAINED)
+    """Splits of a token's heads; positions and tables are read before `wait`. Where `arrived` is given, the program
+    that comes last of those that share MERGED heads does steps 3 and 4 for them; it leaves the counter at 0.
+    """
     head = tl.program_id(1) * HEADS
     token = tl.program_id(2)
     position = tl.load(positions + token)
@@ -249,6 +302,13 @@ def attend_split_kernel(
     n_splits = position // 256 - first // 256 + 1
     n_done = 0
     split = tl.program_id(0)
+    if IS_CHAINED:  # noqa: SIM102
+        if split < n_splits:
+            page = first // 256 + split
+            rows = page_rows(table, token, page, head // (N_HEAD // N_KV), N_KV, MAX_PAGES)
+            fetch(k_pages + rows * DIM, position - page * 256 + 1, DIM)
+            fetch(v_pages + rows * DIM_V, position - page * 256 + 1, DIM_V)
+    wait(IS_CHAINED)
     while split < n_splits:
         page = first // 256 + split
         begin = tl.maximum(first - page * 256, 0)
@@ -291,7 +351,7 @@ def attend(
 
     The context must fit `partials`: no position may need more splits. `heads` is a power of 2 that divides the query
     heads of a KV head (`heads_per_program`); at most `n_programs` share the splits of a head. One launch, or two
-    where the heads' widths do not fit blocks of values.
+    where the heads' widths do not fit blocks of values. Positions and tables must not be written by the launch ahead.
     """
     n, n_kv, dim, dim_v = q.shape[0], pages.n_kv, pages.k.shape[-1], pages.v.shape[-1]
     n_head = q.shape[1] // dim
@@ -301,7 +361,6 @@ def attend(
         raise ValueError(f"{heads} of {n_head} query heads of {n_kv} KV heads, or records of {width} values")
     activation, cls = arguments(quantised, n, n_head * dim_v)
     merged = merged_heads(n_head, heads, dim_v, cls)
-    warps, unroll = _shape(heads)
     shape = {"N_HEAD": n_head, "DIM_V": dim_v, "WIDTH": width, "MAX_SPLITS": n_splits, "WINDOW": mask.window}
     attend_split_kernel[(min(n_splits, n_programs), n_head // heads, n)](
         q,
@@ -324,11 +383,11 @@ def attend(
         BLOCK_V=next_power_of_2(dim_v),
         MAX_PAGES=pages.table.shape[1],
         HAS_CAP=mask.softcap != 0.0,
-        UNROLL=unroll,
+        UNROLL=UNROLL,
         MERGED=merged,
         CLS=cls,
         PLANES=planes,
-        num_warps=warps,
+        num_warps=4,
         **options(q),
     )
     if merged:

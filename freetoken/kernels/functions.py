@@ -48,13 +48,18 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def tree8(lanes, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr, T: tl.constexpr):
-    """tree8 of lanes [P, N, R, T], N up to 8; lanes that are not there are +0 and no lane is ever -0: [P, R, T]."""
-    if N == 8:
-        lanes = tl.sum(tl.reshape(lanes, [P, 2, 4, R, T]), axis=1)
-    if N >= 4:
-        lanes = tl.sum(tl.reshape(lanes, [P, 2, 2, R, T]), axis=1)
-    if N >= 2:
+def tree8(lanes):
+    """tree8 of lanes [P, L, G, R, T]: [P, G, R, T]. L is up to 8: other lanes are +0, and no lane is ever -0."""
+    P: tl.constexpr = lanes.shape[0]
+    L: tl.constexpr = lanes.shape[1]
+    G: tl.constexpr = lanes.shape[2]
+    R: tl.constexpr = lanes.shape[3]
+    T: tl.constexpr = lanes.shape[4]
+    if L == 8:
+        lanes = tl.sum(tl.reshape(lanes, [P, 2, 4, G, R, T]), axis=1)
+    if L >= 4:
+        lanes = tl.sum(tl.reshape(lanes, [P, 2, 2, G, R, T]), axis=1)
+    if L >= 2:
         return tl.sum(lanes, axis=1)
     else:
-        return tl.reshape(lanes, [P, R, T])
+        return tl.reshape(lanes, [P, G, R, T])

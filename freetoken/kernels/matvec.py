@@ -1,8 +1,8 @@
 """Matrix-vector products of a decode step: dense matrices for up to 8 tokens, and experts in slots, one row a pair.
 
 Bits are those of docs/numerics.md, sections 3 and 4, for every type with a line there and F32, F16 and BF16. Matrices
-lie as `layout` says, activations as `activations` says (float weights take plain fp32 rows). A program is one warp with
-a few rows of one matrix: no sum crosses a barrier, and the activation's integers are loaded once for all of its rows.
+lie as `layout` says, activations as `activations` says (float weights take plain fp32 rows). A row belongs to lanes of
+one warp, so no sum crosses a barrier; a thread loads the activation once for all of its rows.
 """
 
 from __future__ import annotations
@@ -52,10 +52,8 @@ _FLOATS = (GgmlType.F32, GgmlType.F16, GgmlType.BF16)
 _CLASS_32 = (
     *(GgmlType.Q4_0, GgmlType.Q4_1, GgmlType.Q5_0, GgmlType.Q5_1, GgmlType.Q8_0, GgmlType.IQ4_NL, GgmlType.MXFP4),
 )
-_CLASS_256 = (
-    *(GgmlType.Q2_K, GgmlType.Q3_K, GgmlType.Q4_K, GgmlType.Q5_K, GgmlType.Q6_K, GgmlType.IQ4_XS),
-    *(GgmlType.IQ2_XXS, GgmlType.IQ2_XS, GgmlType.IQ2_S, GgmlType.IQ3_XXS, GgmlType.IQ3_S),
-)
+_GRIDS = (GgmlType.IQ2_XXS, GgmlType.IQ2_XS, GgmlType.IQ2_S, GgmlType.IQ3_XXS, GgmlType.IQ3_S)
+_CLASS_256 = (*(GgmlType.Q2_K, GgmlType.Q3_K, GgmlType.Q4_K, GgmlType.Q5_K, GgmlType.Q6_K, GgmlType.IQ4_XS, *_GRIDS),)
 TYPE_CLASS: dict[int, int] = {
     **dict.fromkeys(map(int, _FLOATS), 0),
     **dict.fromkeys(map(int, _CLASS_32), 32),
@@ -127,71 +125,84 @@ def terms(TYPE: tl.constexpr, w, first, n_blocks, block, piece, live, q, dx, ext
 
 @triton.jit
 def row_products(TYPE: tl.constexpr, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N: tl.constexpr,
-                 T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WAITS: tl.constexpr):  # fmt: skip
-    """Products [P, R, T], equal along P, of rows from row0 on with rows of the activation from token0 on.
+                 T: tl.constexpr, G: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WAITS: tl.constexpr):  # fmt: skip
+    """Products [P, G, R, T], equal along P, of G times R rows from row0 on with rows of the activation from token0 on.
 
     A row has N blocks (float weights: values), a row of the activation `stride`; fp32 rows come as `q`. C blocks of
     each lane are taken at a time. WAITS: the activation may be read once `launch.wait` has returned.
     """
     if TYPE == F32:
-        total = float_products(w, row0, rows, q, stride, token0, tokens, N, 4, False, T, R, WAITS)[None, :, :]
+        total = float_products(w, row0, rows, q, stride, token0, tokens, N, 4, False, T, R, WAITS)[None, None, :, :]
     elif TYPE == F16 or TYPE == BF16:  # noqa: SIM109
-        total = float_products(w, row0, rows, q, stride, token0, tokens, N, 2, TYPE == F16, T, R, WAITS)[None, :, :]
+        total = float_products(w, row0, rows, q, stride, token0, tokens, N, 2, TYPE == F16, T, R, WAITS)[
+            None, None, :, :
+        ]
     else:
-        total = block_products(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N, C, R, T, WAITS)
+        total = block_products(
+            TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N, C, G, R, T, WAITS
+        )
     return total
 
 
 @triton.jit
 def block_products(TYPE: tl.constexpr, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens, N: tl.constexpr,
-                   C: tl.constexpr, R: tl.constexpr, T: tl.constexpr, WAITS: tl.constexpr):  # fmt: skip
+                   C: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
+                   WAITS: tl.constexpr):  # fmt: skip
     """`row_products` of quantised types: C times L blocks of each row at a time, and their terms added in order."""
     P: tl.constexpr = parts_of(TYPE)
     L: tl.constexpr = lanes_of(N)
     first = row0.to(tl.int64) * N
-    row = (tl.minimum(row0 + tl.arange(0, R), rows - 1) - row0)[None, None, :, None, None]
-    token = (token0 + tl.minimum(tl.arange(0, T), tokens - 1))[None, None, None, :, None]
-    round = tl.arange(0, C)[None, None, None, None, :]
-    lanes = tl.zeros([P, L, R, T], tl.float32)
+    group = tl.arange(0, G)[None, None, :, None, None, None]
+    row = group * R + tl.arange(0, R)[None, None, None, :, None, None]
+    row = tl.minimum(row, rows - 1 - row0)
+    token = (token0 + tl.minimum(tl.arange(0, T), tokens - 1))[None, None, None, None, :, None]
+    round = tl.arange(0, C)[None, None, None, None, None, :]
+    lanes = tl.zeros([P, L, G, R, T], tl.float32)
     for k0 in range(0, N, L * C):
-        number = k0 + L * round + tl.arange(0, L)[None, :, None, None, None]
+        number = k0 + L * round + tl.arange(0, L)[None, :, None, None, None, None]
         at = inside(number, N)
-        live = number < N if N % (L * C) else tl.full([1, L, 1, 1, C], True, tl.int1)
-        piece = token * stride + at
-        if P * L < 32:  # rows are in lanes: their integers of the activation too, so that nothing changes lanes
-            piece += 0 * row
+        live = number < N if N % (L * C) else tl.full([1, L, 1, 1, 1, C], True, tl.int1)
+        piece = token * stride + at + 0 * group  # in the lanes and warps of its rows, so that nothing changes place
         term = terms(TYPE, w, first, n_blocks, row * N + at, piece, live, q, dx, extra, WAITS)
         bits = term.to(tl.int32, bitcast=True)
         for c in tl.static_range(C):  # sums of one number and zeros; as integers they cost nothing within a thread
-            lanes += tl.sum(tl.where(round == c, bits, 0), axis=4).to(tl.float32, bitcast=True)
-    return tree8(lanes, P, L, R, T)
+            lanes += tl.sum(tl.where(round == c, bits, 0), axis=5).to(tl.float32, bitcast=True)
+    return tree8(lanes)
 
 
 @triton.jit
 def matvec_kernel(w, q, dx, extra, y, bias, n_blocks, rows, stride, tokens, y_stride, HAS_BIAS: tl.constexpr,
-                  TYPE: tl.constexpr, N: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
-                  C: tl.constexpr, IS_CHAINED: tl.constexpr):  # fmt: skip
-    """R rows of a dense matrix for all tokens."""
-    row0 = tl.program_id(0) * R
-    total = row_products(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, 0, tokens, N, T, R, C, IS_CHAINED)
-    row = row0 + tl.arange(0, R)[None, :, None]
-    token = tl.arange(0, T)[None, None, :]
+                  TYPE: tl.constexpr, N: tl.constexpr, ALL: tl.constexpr, T: tl.constexpr, G: tl.constexpr,
+                  R: tl.constexpr, C: tl.constexpr, IS_CHAINED: tl.constexpr):  # fmt: skip
+    """G times R rows of a dense matrix for T of ALL tokens; neighbours take the same rows."""
+    row0 = tl.program_id(0) // (ALL // T) * (G * R)
+    token0 = tl.program_id(0) % (ALL // T) * T
+    total = row_products(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, token0, tokens - token0, N, T, G, R, C,
+                         IS_CHAINED)  # fmt: skip
+    row = row0 + rows_of(G, R)
+    token = token0 + tl.arange(0, T)[None, None, None, :]
     if HAS_BIAS:
         total += tl.load(bias + tl.minimum(row, rows - 1))
     put_first(y + token.to(tl.int64) * y_stride + row, total, (row < rows) & (token < tokens))
 
 
 @triton.jit
+def rows_of(G: tl.constexpr, R: tl.constexpr):
+    """Numbers of a program's rows: [1, G, R, 1]."""
+    return tl.arange(0, G)[None, :, None, None] * R + tl.arange(0, R)[None, None, :, None]
+
+
+@triton.jit
 def put_first(at, total, mask):
-    """Store values [P, R, T], equal along P, once."""
-    part = tl.arange(0, total.shape[0])[:, None, None]
+    """Store values [P, G, R, T], equal along P, once."""
+    part = tl.arange(0, total.shape[0])[:, None, None, None]
     tl.store(at + 0 * part, total, mask=mask & (part == 0))
 
 
 @triton.jit
 def without_parts(x):
-    """Values [P, R, T], equal along P, as [1, R, T]; zeros are added to the one kept."""
-    part = tl.arange(0, x.shape[0])[:, None, None]
+    """Values [P, G, R, T], equal along P, as [1, G, R, T]; zeros are added to the one kept."""
+    part = tl.arange(0, x.shape[0])[:, None, None, None]
     return tl.sum(tl.where(part == 0, x, 0.0), axis=0, keep_dims=True)
 
 
@@ -199,11 +210,11 @@ def without_parts(x):
 def glu_kernel(slots, ids, h, slot_bytes, rows, n_used,
                gate, gate_q, gate_dx, gate_extra, gate_blocks, gate_stride,
                up, up_q, up_dx, up_extra, up_blocks, up_stride, ACTIVATION: tl.constexpr,
-               GATE: tl.constexpr, GATE_N: tl.constexpr, GATE_C: tl.constexpr,
-               UP: tl.constexpr, UP_N: tl.constexpr, UP_C: tl.constexpr, R: tl.constexpr,
+               GATE: tl.constexpr, GATE_N: tl.constexpr, GATE_G: tl.constexpr, GATE_C: tl.constexpr,
+               UP: tl.constexpr, UP_N: tl.constexpr, UP_G: tl.constexpr, UP_C: tl.constexpr, ROWS: tl.constexpr,
                IS_CHAINED: tl.constexpr):  # fmt: skip
-    """R values of one routed pair's hidden row; `gate` and `up` are offsets in its slot."""
-    row0 = tl.program_id(0) * R
+    """ROWS values of one routed pair's hidden row; `gate` and `up` are offsets in its slot."""
+    row0 = tl.program_id(0) * ROWS
     pair = tl.program_id(1)
     wait(IS_CHAINED)
     slot = tl.load(ids + pair)
@@ -211,29 +222,31 @@ def glu_kernel(slots, ids, h, slot_bytes, rows, n_used,
         token = pair // n_used
         w = slots + slot.to(tl.int64) * slot_bytes
         g = row_products(GATE, w + gate, gate_blocks, row0, rows, gate_q, gate_dx, gate_extra, gate_stride,
-                         token, 1, GATE_N, 1, R, GATE_C, False)  # fmt: skip
+                         token, 1, GATE_N, 1, GATE_G, ROWS // GATE_G, GATE_C, False)  # fmt: skip
         u = row_products(UP, w + up, up_blocks, row0, rows, up_q, up_dx, up_extra, up_stride,
-                         token, 1, UP_N, 1, R, UP_C, False)  # fmt: skip
-        row = row0 + tl.arange(0, R)[None, :, None]
-        if parts_of(GATE) != parts_of(UP):
-            g = without_parts(g)
-            u = without_parts(u)
+                         token, 1, UP_N, 1, UP_G, ROWS // UP_G, UP_C, False)  # fmt: skip
+        if GATE_G != UP_G or parts_of(GATE) != parts_of(UP):
+            g = tl.reshape(without_parts(g), [1, 1, ROWS, 1])
+            u = tl.reshape(without_parts(u), [1, 1, ROWS, 1])
+            row = row0 + rows_of(1, ROWS)
+        else:
+            row = row0 + rows_of(GATE_G, ROWS // GATE_G)
         put_first(h + pair.to(tl.int64) * rows + row, activate(g, ACTIVATION) * u, row < rows)
 
 
 @triton.jit
 def down_kernel(slots, ids, y, slot_bytes, rows, down, q, dx, extra, n_blocks, stride,
-                TYPE: tl.constexpr, N: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+                TYPE: tl.constexpr, N: tl.constexpr, G: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
                 IS_CHAINED: tl.constexpr):  # fmt: skip
-    """R values of one routed pair's output row."""
-    row0 = tl.program_id(0) * R
+    """G times R values of one routed pair's output row."""
+    row0 = tl.program_id(0) * (G * R)
     pair = tl.program_id(1)
     wait(IS_CHAINED)
     slot = tl.load(ids + pair)
     if slot >= 0:
         w = slots + slot.to(tl.int64) * slot_bytes + down
-        total = row_products(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, pair, 1, N, 1, R, C, False)
-        row = row0 + tl.arange(0, R)[None, :, None]
+        total = row_products(TYPE, w, n_blocks, row0, rows, q, dx, extra, stride, pair, 1, N, 1, G, R, C, False)
+        row = row0 + rows_of(G, R)
         put_first(y + pair.to(tl.int64) * rows + row, total, row < rows)
 
 
@@ -295,11 +308,35 @@ def _rows(w: Matrix | Bank, x: Source, count: int) -> _Rows:
     return _Rows(x.q, x.dx, x.sums if found is None else found, w.rows * n, n, x.dx.shape[1], rounds)
 
 
-def _shape(type_id: int, tokens: int) -> tuple[int, int]:
-    """Rows and warps of a program. Rows of float weights are lanes."""
-    if TYPE_CLASS[type_id] == 0:
-        return 1, 1
-    return 2 if tokens > 1 else 4, 1
+@dataclass(frozen=True)
+class _Shape:
+    """Of a program: rows that share a thread, warps, tokens at a time."""
+
+    rows: int
+    warps: int
+    tokens: int = 1
+
+
+def _shape(kernel: str, type_id: int, tokens: int) -> _Shape:
+    """What was fastest on an H200 for "dense" matrices and experts ("glu", "down"). Rows of float weights are lanes."""
+    width = TYPE_CLASS[type_id]
+    is_grid = type_id in _GRIDS
+    if width == 0:
+        return _Shape(1, 1)
+    if kernel == "dense" and tokens > 1:
+        return _Shape(2 if width == 32 or is_grid else 4, 4, 2)
+    if width == 32:
+        return _Shape(2, 2) if kernel == "down" else _Shape(1, 1)
+    if kernel == "glu":
+        return _Shape(2 if type_id in (GgmlType.IQ3_XXS, GgmlType.IQ3_S) else 4, 1)
+    if is_grid:
+        return _Shape(4, 1)
+    return _Shape(4, 4 if kernel == "dense" else 2)
+
+
+def _groups(type_id: int, n: int, warps: int) -> int:
+    """Groups of rows in the lanes and warps that a row of n blocks leaves free."""
+    return 1 if TYPE_CLASS[type_id] == 0 else warps * (32 // (PARTS[type_id] * lanes_of(n)))
 
 
 def matvec(w: Matrix, x: Source, y: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -310,12 +347,14 @@ def matvec(w: Matrix, x: Source, y: torch.Tensor, bias: torch.Tensor | None = No
         raise ValueError(f"need contiguous fp32 rows [1..{MAX_TOKENS}, {w.rows}] for the result, got {tuple(y.shape)}")
     if w.data.dtype != torch.uint8 or w.data.numel() < slot_bytes(w.type, w.rows, w.cols):
         raise ValueError(f"{quants.type_name(w.type)} [{w.rows}, {w.cols}] in {w.data.numel()} bytes")
-    rows, warps = _shape(w.type, tokens)
-    matvec_kernel[(triton.cdiv(w.rows, rows),)](
+    padded = triton.next_power_of_2(tokens)
+    shape = _shape("dense", w.type, padded)
+    groups = _groups(w.type, at.n, shape.warps)
+    matvec_kernel[(triton.cdiv(w.rows, groups * shape.rows) * (padded // shape.tokens),)](
         *(w.data, at.q, at.dx, at.extra, y, y if bias is None else bias),
         *(at.n_blocks, w.rows, at.stride, tokens, y.stride(0), bias is not None),
-        *(w.type, at.n, triton.next_power_of_2(tokens), rows, at.rounds),
-        num_warps=warps,
+        *(w.type, at.n, padded, shape.tokens, groups, shape.rows, at.rounds),
+        num_warps=shape.warps,
         **options(y),
     )
 
@@ -352,12 +391,15 @@ def expert_glu(
     _check_pairs(slots, ids, h, banks)
     tokens, n_used = ids.shape
     g, u = _rows(gate, x[0], tokens), _rows(up, x[1], tokens)
-    rows, warps = min(_shape(gate.type, 1), _shape(up.type, 1))
+    shapes = [_shape("glu", bank.type, tokens) for bank in banks]
+    warps = min(shape.warps for shape in shapes)
+    groups = [_groups(bank.type, each.n, warps) for bank, each in ((gate, g), (up, u))]
+    rows = max(*groups, min(n * shape.rows for n, shape in zip(groups, shapes, strict=True)))
     glu_kernel[(triton.cdiv(gate.rows, rows), tokens * n_used)](
         *(slots, ids, h, slots.shape[1], gate.rows, n_used),
         *(gate.offset, g.q, g.dx, g.extra, g.n_blocks, g.stride),
         *(up.offset, u.q, u.dx, u.extra, u.n_blocks, u.stride),
-        *(activation, gate.type, g.n, g.rounds, up.type, u.n, u.rounds, rows),
+        *(activation, gate.type, g.n, groups[0], g.rounds, up.type, u.n, groups[1], u.rounds, rows),
         num_warps=warps,
         **options(ids),
     )
@@ -367,11 +409,12 @@ def expert_down(slots: torch.Tensor, ids: torch.Tensor, bank: Bank, h: Source, y
     """y [pairs, rows] = down h for every routed pair whose slot is there; h has one row a pair."""
     _check_pairs(slots, ids, y, (bank,))
     at = _rows(bank, h, ids.numel())
-    rows, warps = _shape(bank.type, 1)
-    down_kernel[(triton.cdiv(bank.rows, rows), ids.numel())](
+    shape = _shape("down", bank.type, ids.shape[0])
+    groups = _groups(bank.type, at.n, shape.warps)
+    down_kernel[(triton.cdiv(bank.rows, groups * shape.rows), ids.numel())](
         *(slots, ids, y, slots.shape[1], bank.rows, bank.offset),
         *(at.q, at.dx, at.extra, at.n_blocks, at.stride),
-        *(bank.type, at.n, rows, at.rounds),
-        num_warps=warps,
+        *(bank.type, at.n, groups, shape.rows, at.rounds),
+        num_warps=shape.warps,
         **options(ids),
     )

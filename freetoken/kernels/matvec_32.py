@@ -1,4 +1,5 @@
-"""Terms of the types with blocks of 32 values (docs/numerics.md, section 3) for a tile of blocks: fp32 [1, L, R, T, C].
+"""Terms of the types with blocks of 32 values (docs/numerics.md, section 3) for a tile of blocks:
+fp32 [1, L, G, R, T, C].
 
 Arguments as in matvec_k; a block has no parts.
 """
@@ -24,7 +25,7 @@ def integers_at(q, piece):
 
 @triton.jit
 def nibble_words(w, first, block):
-    """The four words [1, L, R, 1, C, 4] of a block's nibbles."""
+    """The four words [1, L, G, R, 1, C, 4] of a block's nibbles."""
     return tl.load(four(words(w + first * 16) + block * 4))
 
 
@@ -34,13 +35,13 @@ def block_sum(low, high, q, piece):
     at = integers_at(q, piece)
     hi, lo = plane_dots(low, at, 0, 0)
     hi, lo = plane_dots(high, at + 4, hi, lo)
-    return tl.sum(256 * hi + lo, axis=5)
+    return tl.sum(256 * hi + lo, axis=6)
 
 
 @triton.jit
 def with_fifth(word, fifth):
     """The integers of both halves from nibbles and a block's word of fifth bits."""
-    fifth = tl.expand_dims(fifth, 5) >> (4 * tl.arange(0, 4)[None, None, None, None, None, :])
+    fifth = tl.expand_dims(fifth, 6) >> (4 * tl.arange(0, 4)[None, None, None, None, None, None, :])
     low = (word & 0x0F0F0F0F) | (spread(fifth) << 4)
     return low, ((word >> 4) & 0x0F0F0F0F) | (spread(fifth >> 16) << 4)
 

@@ -1,4 +1,4 @@
-"""Terms of the IQ2 and IQ3 types (docs/numerics.md, section 3) for a tile of blocks: fp32 [4, L, R, T, C].
+"""Terms of the IQ2 and IQ3 types (docs/numerics.md, section 3) for a tile of blocks: fp32 [4, L, G, R, T, C].
 
 Arguments as in matvec_k; `table` holds the type's code words, four magnitudes a word (tables.py). A part takes two
 groups of 32 values, each in halves: the last axis has a half's four runs of four values (a longer one would not stay
@@ -20,12 +20,12 @@ __all__ = ["terms_iq2_s", "terms_iq2_xs", "terms_iq2_xxs", "terms_iq3_s", "terms
 @triton.jit
 def runs():
     """Numbers of a half's runs along the last axis."""
-    return tl.arange(0, 4)[None, None, None, None, None, :]
+    return tl.arange(0, 4)[None, None, None, None, None, None, :]
 
 
 @triton.jit
 def wide(x):
-    return tl.expand_dims(x, 5)
+    return tl.expand_dims(x, 6)
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def run_sums(word, signs, q, piece, first_run, r, s):
     at = wide(words(q) + piece * 128 + first_run) + r
     hi, lo = plane_dots(negated(word, signs), at, 0, 0)
     scale = 2 * s + 1
-    return scale * tl.sum(hi, axis=5), scale * tl.sum(lo, axis=5)
+    return scale * tl.sum(hi, axis=6), scale * tl.sum(lo, axis=6)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
-"""Terms of Q2_K to Q6_K and IQ4_XS (docs/numerics.md, section 3) for a tile of blocks: fp32 [P, L, R, T, C].
+"""Terms of Q2_K to Q6_K and IQ4_XS (docs/numerics.md, section 3) for a tile of blocks: fp32 [P, L, G, R, T, C].
 
 A term is there once for each of the P parts of its block. Every function takes the matrix's bytes `w`, the number
-`first` of the program's first block, the matrix's `n_blocks`, the tile's `block` [1, L, R, 1, C], `piece` [1, L, 1, T,
-C] and `live` [1, L, 1, 1, C], and the activation. A part takes its bytes 16 at a time.
+`first` of the program's first block, the matrix's `n_blocks`, the tile's `block` [1, L, G, R, 1, C], `piece` [1, L, G,
+1, T, C] and `live` [1, L, 1, 1, 1, C], and the activation. A part takes its bytes 16 at a time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def byte(word, B: tl.constexpr):
 
 @triton.jit
 def sum_words(x):
-    return tl.sum(x, axis=5)
+    return tl.sum(x, axis=6)
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def terms_q5_k(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.co
     low_hi, low_lo, high_hi, high_lo = 0, 0, 0, 0
     for t in tl.static_range(2):
         word = word0 if t == 0 else word1
-        fifth = (fifth0 if t == 0 else fifth1) >> tl.expand_dims(2 * g, 5)
+        fifth = (fifth0 if t == 0 else fifth1) >> tl.expand_dims(2 * g, 6)
         low = (word & 0x0F0F0F0F) | ((fifth << 4) & 0x10101010)
         high = ((word >> 4) & 0x0F0F0F0F) | ((fifth << 3) & 0x10101010)
         low_hi, low_lo = plane_dots(low, at + 4 * t, low_hi, low_lo)
@@ -129,7 +129,7 @@ def terms_q6_k(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.co
     hi, lo = 0, 0
     for t in tl.static_range(2):
         word = word0 if t == 0 else word1
-        pairs = (pairs0 if t == 0 else pairs1) >> tl.expand_dims(2 * (g & 1), 5)
+        pairs = (pairs0 if t == 0 else pairs1) >> tl.expand_dims(2 * (g & 1), 6)
         low = minus((word & 0x0F0F0F0F) | ((pairs << 4) & 0x30303030), 32)
         high = minus(((word >> 4) & 0x0F0F0F0F) | (pairs & 0x30303030), 32)
         low_hi, low_lo = plane_dots(low, at + 4 * t, 0, 0)
@@ -175,7 +175,7 @@ def terms_q3_k(w, first, n_blocks, block, piece, live, q, dx, sums, WAITS: tl.co
     hi, lo = 0, 0
     for t in tl.static_range(2):
         word = tl.load(four(words(w + first * 64) + block * 16 + 8 * h + 4 * t))
-        third = tl.load(four(words(w + p1 + first * 32) + block * 8 + 4 * t + 0 * h)) >> tl.expand_dims(4 * h, 5)
+        third = tl.load(four(words(w + p1 + first * 32) + block * 8 + 4 * t + 0 * h)) >> tl.expand_dims(4 * h, 6)
         for s in tl.static_range(4):
             n = ((word >> (2 * s)) & 0x03030303) | (((third >> s) << 2) & 0x04040404)
             dot_hi, dot_lo = plane_dots(minus(n, 4), at + 8 * s + 4 * t, 0, 0)

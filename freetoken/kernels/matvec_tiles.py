@@ -1,10 +1,11 @@
 """What all products of quantised rows share: where a tile's blocks lie, and sums of both planes.
 
-A program has R rows and T tokens and takes C times L blocks of each row at once. Tiles have the axes [P, L, R, T, C]:
-P parts of a block, L lanes of the law (8, or fewer in short rows), C blocks of each lane in their order. Threads of a
-warp are given to the first axes, and the last ones stay within a thread: so a sum over C or words costs no exchange.
-Weights have 1 in place of T and activations 1 in place of R. Rows, blocks and tokens past the end repeat the last one:
-the launcher's masks drop rows and tokens, and a block past the end has a factor of 0, and so has its activation.
+A program has G times R rows and T tokens and takes C times L blocks of each row at once. Tiles have the axes [P, L, G,
+R, T, C]: P parts of a block, L lanes of the law (8, or fewer in short rows), C blocks of each lane in their order.
+Lanes of a warp, then warps, are given to the first three axes, and the last ones stay within a thread: so a sum over C
+or words costs no exchange, and the R rows share what is loaded of the activation. Weights have 1 in place of T and
+activations 1 in place of R. Rows, blocks and tokens past the end repeat the last one: the launcher's masks drop rows
+and tokens, and a block past the end has a factor of 0, and so has its activation.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def inside(number, N: tl.constexpr):
 @triton.jit
 def part(N: tl.constexpr):
     """Numbers of a block's parts."""
-    return tl.arange(0, N)[:, None, None, None, None]
+    return tl.arange(0, N)[:, None, None, None, None, None]
 
 
 @triton.jit
@@ -66,14 +67,14 @@ def all_parts(x):
 @triton.jit
 def four(x):
     """Places of four words from x [..] on: [.., 4]."""
-    return tl.expand_dims(x, 5) + tl.arange(0, 4)[None, None, None, None, None, :]
+    return tl.expand_dims(x, 6) + tl.arange(0, 4)[None, None, None, None, None, None, :]
 
 
 @triton.jit
 def element(x, NUMBER: tl.constexpr):
     """x[.., NUMBER] of a tile whose last axis lies within a thread."""
-    at = tl.arange(0, x.shape[5])[None, None, None, None, None, :]
-    return tl.sum(tl.where(at == NUMBER, x, 0), axis=5)
+    at = tl.arange(0, x.shape[6])[None, None, None, None, None, None, :]
+    return tl.sum(tl.where(at == NUMBER, x, 0), axis=6)
 
 
 @triton.jit

@@ -87,9 +87,10 @@ class Sampler:
         self._dry.accept(token)
 
     @property
-    def has_bias(self) -> bool:
-        """Whether logits are changed before the chain: by the request, or for banned tokens."""
-        return len(self._bias_tokens) > 0
+    def biases(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens int64, all different, whose logits are changed before the chain, and by how much, fp32: the request's
+        biases and -inf for banned tokens."""
+        return self._bias_tokens, self._bias
 
     @property
     def has_mirostat(self) -> bool:
