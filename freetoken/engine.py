@@ -2,7 +2,8 @@
 
 The HTTP threads call `submit` and read events; everything else here runs on the engine's thread. A slot serves one
 request at a time and keeps its tokens in the KV cache afterwards, so that the next prompt with the same beginning
-starts after it. Scheduling: one prefill chunk of one request, then one decode step of all that generate, in turn.
+starts after it. Scheduling: one prefill chunk of one request, then one decode step of all that generate, in turn;
+in long chunks also between layers (`turns`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from freetoken.errors import (
     RequestError,
 )
 from freetoken.gguf import ModelFile, open_model
-from freetoken.kvcache import KVCacheFull, Sequence
+from freetoken.kvcache import KVCacheFull
 from freetoken.options import EngineOptions, ModelOptions
 from freetoken.request import (
     DoneEvent,
@@ -44,8 +44,10 @@ from freetoken.request import (
 )
 from freetoken.runner import Launched, Runner
 from freetoken.sampler import SampledToken, Sampler
+from freetoken.slot import Slot
 from freetoken.spec import ModelSpec, read_spec
 from freetoken.tokenizer import Tokenizer
+from freetoken.turns import Turns
 
 __all__ = ["Engine"]
 
@@ -59,50 +61,6 @@ MAX_AHEAD = 2
 """Decode steps under way at once: one that runs, and one that waits for its tokens."""
 SLOT_SIMILARITY = 0.1
 """Least share of a prompt that a slot must hold already to be preferred over the longest idle one."""
-
-
-@dataclass
-class Slot:
-    """One place for a running request. Written by the engine thread only; other threads read `info`."""
-
-    id: int
-    sequence: Sequence
-    request: Request | None = None
-    sampler: Sampler | None = None
-    todo: list[int] = field(default_factory=list)
-    """Tokens not yet in the cache: the rest of the prompt, or the token sampled last."""
-    has_room: bool = False
-    """Whether the cache is reserved for the whole prompt; until then the request waits in its slot."""
-    n_cached: int = 0
-    n_prompt: int = 0
-    n_decoded: int = 0
-    started: float = 0.0
-    first_token: float = 0.0
-    last_used: float = 0.0
-
-    @property
-    def is_prefilling(self) -> bool:
-        return self.request is not None and self.has_room and self.n_decoded == 0
-
-    @property
-    def is_waiting(self) -> bool:
-        return self.request is not None and not self.has_room
-
-    @property
-    def is_decoding(self) -> bool:
-        return self.request is not None and self.n_decoded > 0
-
-    def timings(self) -> Timings:
-        """Counts and times so far."""
-        now = time.monotonic()
-        prompt_end = self.first_token or now
-        return Timings(
-            cache_n=self.n_cached,
-            prompt_n=len(self.sequence.tokens) - self.n_cached - max(self.n_decoded - 1, 0),
-            prompt_ms=(prompt_end - self.started) * 1e3,
-            predicted_n=self.n_decoded,
-            predicted_ms=(now - self.first_token) * 1e3 if self.first_token else 0.0,
-        )
 
 
 class Engine:
@@ -123,6 +81,7 @@ class Engine:
         self._slots: list[Slot] = []
         self._swept = 0.0
         self._turn = 0
+        self._turns = Turns(self._decode_all)
         self._n_ctx = 0
         self._closing = threading.Event()
         self._ready = threading.Event()
@@ -269,9 +228,14 @@ class Engine:
         if prefilling:
             self._turn += 1
             self._guard([prefilling[self._turn % len(prefilling)]], self._prefill)
-        decoding = [s for s in self._slots if s.is_decoding]
+        self._decode_all()
+
+    def _decode_all(self) -> bool:
+        """A decode step of all that generate, also between the layers of a prompt; False where nobody does."""
+        decoding = [s for s in self._slots if s.is_decoding and not s.is_cancelled]
         if decoding:
             self._guard(decoding, self._decode)
+        return bool(decoding)
 
     def _receive(self, block: bool) -> None:
         while True:
@@ -291,7 +255,7 @@ class Engine:
                     self._waiting.append(request)
             self._swept = time.monotonic()
         for slot in self._slots:
-            if slot.request is not None and slot.request.cancelled.is_set():
+            if slot.is_cancelled:
                 self._finish(slot, "cancelled")
 
     def _admit(self) -> None:
@@ -351,7 +315,10 @@ class Engine:
         chunk = slot.todo[: self._runner.n_chunk]
         is_last = len(chunk) == len(slot.todo)
         request = slot.request
-        logits = self._runner.prefill(slot.sequence, chunk, want_logits=is_last, should_stop=request.cancelled.is_set)
+        self._turns.begin()
+        logits = self._runner.prefill(
+            slot.sequence, chunk, want_logits=is_last, should_stop=request.cancelled.is_set, between_layers=self._turns
+        )
         if request.cancelled.is_set():
             return
         del slot.todo[: len(chunk)]

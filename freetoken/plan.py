@@ -22,12 +22,11 @@ from freetoken.experts.slots import SizeClass, size_classes, slots_per_class
 from freetoken.gguf import ModelFile
 from freetoken.kvcache import CACHE_TYPES, PAGE, n_pages_for
 from freetoken.options import EngineOptions
+from freetoken.prompt_memory import chunk_tokens, working_bytes
 from freetoken.spec import ModelSpec
 
-__all__ = ["SCRATCH_BYTES", "DenseBytes", "GpuPlan", "dense_bytes", "expert_layers_off", "first_gpu_layer", "plan_gpu"]
+__all__ = ["DenseBytes", "GpuPlan", "dense_bytes", "expert_layers_off", "first_gpu_layer", "plan_gpu"]
 
-SCRATCH_BYTES = 512 << 20
-"""Activations of prefill and of decode steps."""
 KV_SHARE = 0.25
 """Of the memory that slots and a longer context compete for, where -c is not given."""
 N_BUFFERS = 2
@@ -99,6 +98,10 @@ class GpuPlan:
     kv_bytes: int
     free_bytes: int
     budget_bytes: int
+    n_chunk: int
+    """Tokens of a prompt that run at once."""
+    scratch_bytes: int
+    """Activations and scratch of prefill, and all else that decode steps take."""
     notes: tuple[str, ...] = ()
     """What was left out or made smaller without being asked; one warning each."""
 
@@ -118,7 +121,7 @@ class GpuPlan:
     @property
     def used_bytes(self) -> int:
         """Everything planned, scratch included."""
-        return self.dense_bytes + self.kv_bytes + self.slots_bytes + self.own_buffers_bytes + SCRATCH_BYTES
+        return self.dense_bytes + self.kv_bytes + self.slots_bytes + self.own_buffers_bytes + self.scratch_bytes
 
     @property
     def resident_share(self) -> float:
@@ -130,7 +133,7 @@ class GpuPlan:
         lines = [
             f"GPU plan: {self.backend}, {self.n_gpu_layers} of {self.n_layer} layers and the head on the GPU",
             f"  free {_mib(self.free_bytes)}, may take {_mib(self.budget_bytes)}, takes {_mib(self.used_bytes)}",
-            f"  dense weights {_mib(self.dense_bytes)}, scratch {_mib(SCRATCH_BYTES)}",
+            f"  dense weights {_mib(self.dense_bytes)}, scratch {_mib(self.scratch_bytes)} (chunks of {self.n_chunk})",
             f"  context {self.n_ctx} tokens, {self.n_pages} pages, {_mib(self.kv_bytes)}",
         ]
         if self.first_layer:
@@ -240,6 +243,14 @@ class _Planner:
         )
 
     @property
+    def n_chunk(self) -> int:
+        return chunk_tokens(self.spec, self.options, self.free_bytes)
+
+    @property
+    def scratch_bytes(self) -> int:
+        return working_bytes(self.spec, self.n_chunk)
+
+    @property
     def is_ctx_fixed(self) -> bool:
         return self.options.n_ctx > 0 or not self.options.fit
 
@@ -291,7 +302,7 @@ class _Planner:
 
     def base(self, first: int) -> int:
         """All but slots and context."""
-        return self.dense.on_gpu(first) + SCRATCH_BYTES
+        return self.dense.on_gpu(first) + self.scratch_bytes
 
     def missing(self, first: int, n_ctx: int | None = None) -> int:
         """Bytes that the smallest plan needs above the budget."""
@@ -389,6 +400,8 @@ class _Planner:
             kv_bytes=self.kv_bytes(first, n_ctx),
             free_bytes=self.free_bytes,
             budget_bytes=self.budget,
+            n_chunk=self.n_chunk,
+            scratch_bytes=self.scratch_bytes,
         )
         if backend == "offload":
             plan = self.with_buffers(plan)
@@ -437,7 +450,7 @@ class _Planner:
         text = (
             f"{_mib(self.missing(first))} of GPU memory are missing: of {_mib(self.free_bytes)} free "
             f"{_mib(self.budget)} may be taken, but dense weights take {_mib(self.dense.on_gpu(first))}, a context of "
-            f"{self.floor_ctx} tokens {_mib(kv)}, scratch {_mib(SCRATCH_BYTES)}"
+            f"{self.floor_ctx} tokens {_mib(kv)}, scratch {_mib(self.scratch_bytes)}"
         )
         text += f", the least slots for experts {_mib(least)}" if least else ""
         return f"{text}: {' or '.join(self.ways_out(first, kv))}"

@@ -40,7 +40,9 @@ tokens, 2.7 and 1.9 at 64, 2.5 and 1.8 at 128; 4 layers of Qwen3-30B-A3B 6.2 and
 class LongPass(Protocol):
     """`cpu.prefill.Prefill` as it is used here."""
 
-    def run(self, batch: Batch, should_stop: Callable[[], bool] | None) -> np.ndarray:
+    def run(
+        self, batch: Batch, should_stop: Callable[[], bool] | None, between_layers: Callable[[], bool] | None
+    ) -> np.ndarray:
         """Logits fp32 [n_outputs, n_vocab]. Raises Stopped."""
 
 
@@ -60,8 +62,17 @@ class OnGpu(Protocol):
     """Layers before it run on the CPU."""
     plan: GpuPlan
 
-    def run(self, batch: Batch, should_stop: Callable[[], bool] | None, hidden: np.ndarray | None = None) -> np.ndarray:
-        """Logits fp32 [n_outputs, n_vocab]; `hidden` are the states behind the layers on the CPU. Raises Stopped."""
+    def run(
+        self,
+        batch: Batch,
+        should_stop: Callable[[], bool] | None,
+        hidden: np.ndarray | None = None,
+        between_layers: Callable[[], bool] | None = None,
+    ) -> np.ndarray:
+        """Logits fp32 [n_outputs, n_vocab]; `hidden` are the states behind the layers on the CPU. Raises Stopped.
+
+        `between_layers` may run steps of other sequences between the layers of a long chunk, and says whether it did.
+        """
 
     def expert_counters(self) -> np.ndarray | None:
         """Of all layers, None without experts."""
@@ -194,11 +205,14 @@ class Runner:
         want_logits: bool = True,
         should_stop: Callable[[], bool] | None = None,
         on_progress: Callable[[int], None] | None = None,
+        between_layers: Callable[[], bool] | None = None,
     ) -> np.ndarray | None:
         """Append tokens to a sequence; fp32 logits [n_vocab] after the last one, or None where not wanted or stopped.
 
         `should_stop` is asked before every piece and every layer of a long one; the sequence then holds the pieces
-        before. `on_progress` hears how many of the tokens are stored. Raises KVCacheFull before anything is stored.
+        before. `on_progress` hears how many of the tokens are stored. `between_layers` is called between the layers of
+        a long piece; it may decode other sequences, and says whether it did. Raises KVCacheFull before
+        anything is stored.
         """
         sequence.reserve(len(tokens))
         logits, n_done = None, 0
@@ -207,7 +221,8 @@ class Runner:
                 return None
             n_done += len(piece)
             try:
-                logits = self._run_piece(sequence, piece, want_logits and n_done == len(tokens), should_stop)
+                wants = want_logits and n_done == len(tokens)
+                logits = self._run_piece(sequence, piece, wants, should_stop, between_layers)
             except Stopped:
                 return None
             sequence.extend(piece)
@@ -224,7 +239,7 @@ class Runner:
             some = sequences[first : first + native.MAX_TOKENS]
             positions = np.asarray([len(s) for s in some], np.int32)
             these = np.asarray(tokens[first : first + len(some)], np.int32)
-            logits.append(self._run(Batch(these, positions, [s.page_table for s in some], len(some)), None))
+            logits.append(self._run(Batch(these, positions, [s.page_table for s in some], len(some))))
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.extend([token])
         return logits[0] if len(logits) == 1 else np.concatenate(logits)
@@ -286,27 +301,39 @@ class Runner:
                 yield chunk[at : at + size]
 
     def _run_piece(
-        self, sequence: Sequence, piece: ListOf[int], want_logits: bool, should_stop: Callable[[], bool] | None
+        self,
+        sequence: Sequence,
+        piece: ListOf[int],
+        want_logits: bool,
+        should_stop: Callable[[], bool] | None,
+        between_layers: Callable[[], bool] | None,
     ) -> np.ndarray | None:
         n, start = len(piece), len(sequence)
         positions = np.arange(start, start + n, dtype=np.int32)
         is_short = n <= native.MAX_TOKENS
         n_outputs = 1 if want_logits or is_short else 0  # a program without outputs would be one more to record
         batch = Batch(np.asarray(piece, np.int32), positions, [sequence.page_table] * n, n_outputs)
-        logits = self._run(batch, should_stop)
+        logits = self._run(batch, should_stop, between_layers)
         return logits[0] if want_logits else None
 
-    def _run(self, batch: Batch, should_stop: Callable[[], bool] | None) -> np.ndarray:
+    def _run(
+        self,
+        batch: Batch,
+        should_stop: Callable[[], bool] | None = None,
+        between_layers: Callable[[], bool] | None = None,
+    ) -> np.ndarray:
         if self.gpu is None:
-            return self._run_on_cpu(batch, should_stop)
-        hidden = self._run_on_cpu(batch, should_stop) if self.gpu.first_layer else None
-        return self.gpu.run(batch, should_stop, hidden)
+            return self._run_on_cpu(batch, should_stop, between_layers)
+        hidden = self._run_on_cpu(batch, should_stop, between_layers) if self.gpu.first_layer else None
+        return self.gpu.run(batch, should_stop, hidden, between_layers)
 
-    def _run_on_cpu(self, batch: Batch, should_stop: Callable[[], bool] | None) -> np.ndarray:
+    def _run_on_cpu(
+        self, batch: Batch, should_stop: Callable[[], bool] | None, between_layers: Callable[[], bool] | None
+    ) -> np.ndarray:
         """Logits, or hidden states where layers on a GPU follow."""
         if batch.n <= native.MAX_TOKENS:
             return self._decoder.run(batch)
-        return self._long_pass().run(batch, should_stop)
+        return self._long_pass().run(batch, should_stop, between_layers)
 
     def _long_pass(self) -> LongPass:
         if self._prefill is None:

@@ -9,10 +9,18 @@ import pytest
 import torch
 from gpu_compile import ARCHITECTURES, QUICK, compile_kernel
 
-from freetoken import reference
+from freetoken import quants, reference
+from freetoken.kernels import layout, prompt_sort
+from freetoken.kernels.coded import CodedMatrices, CodedTile, can_be_coded, coded_product, expert_coded_glu
+from freetoken.kernels.dequant import PLANES, RAW, dequantise
 from freetoken.kernels.grouped import Rows, Tile, expert_glu_rows, expert_products, product, tile_for, tiles
+from freetoken.kernels.matvec import TYPE_CLASS
 from freetoken.kernels.prompt_attention import _shape, attend_chunk
-from freetoken.kernels.prompt_rows import add_expert_rows, halve_rows, rms_norm, rotate
+from freetoken.kernels.prompt_float import float_product
+from freetoken.kernels.prompt_heads import turn_heads
+from freetoken.kernels.prompt_rows import Normed, Shared, add_expert_rows, combine, halve_rows
+from freetoken.quants import GgmlType
+from tools.ggml import quantise, type_by_name
 
 BOUND = 1.5e-3
 """Largest error as a share of sqrt(sum (w x)^2): two roundings to fp16 of up to 2^-11 each, mostly far apart."""
@@ -116,20 +124,148 @@ def test_experts_rows_are_added_in_any_cuts() -> None:
         assert torch.equal(y, want)
 
 
-def test_norm_and_rotation() -> None:
-    rng = np.random.default_rng(7)
-    x = rng.standard_normal((9, 3 * 40)).astype(np.float32)
-    weight = rng.standard_normal(40).astype(np.float32)
-    out = torch.empty(27, 40)
-    rms_norm(torch.from_numpy(x.reshape(27, 40)), torch.from_numpy(weight), 1e-6, out)
-    assert np.allclose(out.numpy(), reference.rms_norm(x.reshape(27, 40), weight, 1e-6), rtol=1e-5, atol=1e-6)
-    angles = rng.random((9, 12))
-    table = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
-    for is_neox in (False, True):
-        turned = torch.from_numpy(x.copy())
-        rotate(turned, torch.from_numpy(table), 3, is_neox=is_neox)
-        want = reference.rope(x.reshape(9, 3, 40), table[:, 0, None], table[:, 1, None], is_neox=is_neox)
-        assert np.allclose(turned.numpy(), want.reshape(9, -1), atol=1e-6)
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return torch.from_numpy(reference.rms_norm(x.numpy(), weight.numpy(), eps))
+
+
+@pytest.mark.parametrize("has_all", [False, True])
+def test_sums_with_norms_and_halves(has_all: bool) -> None:
+    """In place, from and to parts of wider rows."""
+    rng = torch.Generator().manual_seed(7)
+    n, width = 9, 70
+    x, residual = torch.randn(n, 2 * width, generator=rng)[:, 3 : 3 + width], torch.randn(n, width, generator=rng)
+    extra, gate = torch.randn(n, width, generator=rng), torch.randn(n, 1, generator=rng)
+    weight, post = torch.randn(2, width, generator=rng)
+    want = x.clone()
+    if has_all:
+        want = residual + rms(x + torch.sigmoid(gate) * extra, post, 1e-6)
+    y, half, scale = torch.empty(n, width + 4), torch.empty(n, width, dtype=torch.float16), torch.empty(n)
+    norm = Normed(weight, 1e-5, y[:, :width] if has_all else None, half, scale)
+    if has_all:
+        combine(x, residual, shared=Shared(extra, gate), post=Normed(post, 1e-6), residual=residual, norm=norm)
+        assert torch.allclose(residual, want, rtol=1e-5, atol=1e-5)
+        assert torch.allclose(y[:, :width], rms(want, weight, 1e-5), rtol=1e-5, atol=1e-5)
+    else:
+        combine(x, norm=norm)
+    rows = halved(rms(want, weight, 1e-5))
+    assert torch.equal(scale, rows.scale)
+    assert torch.allclose(half.float(), rows.x.float(), rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("is_neox", "dim", "dim_v", "n_rot", "has_norm"),
+    [(True, 40, 24, 40, True), (False, 32, 32, 24, False), (True, 32, 32, 24, True)],
+)
+def test_heads_are_turned_and_stored(is_neox: bool, dim: int, dim_v: int, n_rot: int, has_norm: bool) -> None:
+    rng = torch.Generator().manual_seed(8)
+    n, n_head, n_kv, start = 9, 6, 3, 250
+    joint = torch.randn(n, n_head * dim + n_kv * (dim + dim_v) + 5, generator=rng)
+    sizes = [n_head * dim, n_kv * dim, n_kv * dim_v, 5]
+    q, k, v, rest = joint.split(sizes, dim=1)
+    before = [each.clone() for each in (q, k, v, rest)]
+    weight = torch.randn(dim, generator=rng)
+    angles = torch.rand(n, 2, n_rot // 2, generator=rng)
+    pages = [torch.zeros(3, n_kv, 256, width, dtype=torch.float16) for width in (dim, dim_v)]
+    norm = (weight, 1e-6) if has_norm else None
+    table = torch.tensor([2, 1], dtype=torch.int32)
+    turn_heads(q, k, v, norm, norm, angles, *pages, table, start=start, is_neox=is_neox)
+
+    def turned(x: torch.Tensor, n_heads: int) -> np.ndarray:
+        x = x.reshape(n, n_heads, dim)
+        x = rms(x, weight, 1e-6) if has_norm else x
+        return reference.rope(x.numpy(), angles.numpy()[:, 0, None], angles.numpy()[:, 1, None], is_neox=is_neox)
+
+    assert np.allclose(q.reshape(n, n_head, dim).numpy(), turned(before[0], n_head), atol=1e-5)
+    keys, values = turned(before[1], n_kv), before[2].reshape(n, n_kv, dim_v).numpy()
+    for i in range(n):
+        page, at = table[(start + i) // 256], (start + i) % 256
+        assert np.allclose(pages[0][page, :, at].numpy(), keys[i], atol=4e-3)
+        assert np.allclose(pages[1][page, :, at].numpy(), values[i], atol=4e-3)
+    assert torch.equal(rest, before[3])
+    assert int((pages[0] != 0).any(-1).sum()) == n * n_kv
+
+
+def test_float_product() -> None:
+    rng = torch.Generator().manual_seed(9)
+    x, w, bias = torch.randn(70, 80, generator=rng)[:, 3:75], torch.randn(11, 72, generator=rng), torch.randn(11)
+    out = torch.full((70, 16), 7.0)
+    float_product(x, w, out[:, 2:13], bias)
+    assert torch.allclose(out[:, 2:13], (x.double() @ w.double().T + bias).float(), rtol=1e-5, atol=1e-5)
+    assert bool((out[:, :2] == 7).all()) and bool((out[:, 13:] == 7).all())
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "n_expert", "one_launch"), [(11, 3, 10, 4096), (70, 8, 128, 4096), (70, 8, 128, 0), (1, 2, 8, 0)]
+)
+def test_sorted_pairs_and_their_tiles(
+    n: int, k: int, n_expert: int, one_launch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_sort, "ONE_LAUNCH", one_launch)
+    rng = torch.Generator().manual_seed(n)
+    ids = torch.stack([torch.randperm(n_expert, generator=rng)[:k] for _ in range(n)]).int()
+    weights = torch.rand(n, k, generator=rng)
+    found = prompt_sort.sort_room(n, k, n_expert, torch.device("cpu"), n_tail=4)
+    prompt_sort.sort_pairs(ids, weights, found)
+    order = torch.argsort(ids.reshape(-1), stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(n * k)
+    positions, rank = inverse.view(n, k).sort(1)
+    assert torch.equal(found.index.long(), order // k)
+    assert torch.equal(found.positions.long(), positions) and torch.equal(found.weights, weights.gather(1, rank))
+    counts = torch.bincount(ids.reshape(-1), minlength=n_expert)
+    assert found.starts.tolist() == [0, *counts.cumsum(0).tolist()]
+    prompt_sort.count_pairs(ids[-4:], found.tail_counts)
+    assert torch.equal(found.tail_counts.sum(0), torch.bincount(ids[-4:].reshape(-1), minlength=n_expert))
+    listed = torch.full((min(n * k, n_expert + n * k // 4), 3), 7, dtype=torch.int32)
+    prompt_sort.list_tiles(found.starts, listed, 4, n)
+    starts = found.starts.numpy()
+    want = tiles(starts[:-1], starts[1:], 4)
+    assert np.array_equal(listed[: len(want)].numpy(), want) and bool((listed[len(want) :] == 0).all())
+
+
+def coded(name: str, n: int, rows: int, cols: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """n matrices of a type, every other in planes; addresses and forms."""
+    kind, rng = type_by_name(name), np.random.default_rng(n)
+    kept, forms = [], []
+    for i in range(n):
+        values = rng.standard_normal((rows, cols)).astype(np.float32) / 16
+        raw = torch.from_numpy(np.ascontiguousarray(quantise(values, kind)).view(np.uint8).reshape(-1).copy())
+        if i % 2:
+            size = layout.slot_bytes(kind, rows, cols)
+            room = torch.zeros(size + 128, dtype=torch.uint8)
+            laid = room[-room.data_ptr() % 128 :][:size]
+            layout.relay(kind, raw, laid)
+            raw = laid
+        kept.append(raw)
+        forms.append(PLANES if i % 2 else RAW)
+    return kept, torch.tensor([each.data_ptr() for each in kept]), torch.tensor(forms, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "MXFP4", "IQ4_XS"])
+def test_products_that_decode_on_the_way(name: str) -> None:
+    """Those of the scratch, but for the order of sums: an expert without rows, entries left over, part of a matrix."""
+    kind, rows, cols, n = type_by_name(name), 40, 256, 7
+    (gates, gate_at, forms), (ups, up_at, _) = coded(name, 3, rows, cols), coded(name, 3, rows, cols)
+    counts = np.array([3, 0, 20])
+    ends = counts.cumsum()
+    rng = torch.Generator().manual_seed(1)
+    x = halved(torch.randn(n, cols, generator=rng))
+    index = torch.randint(0, n, (23,), generator=rng, dtype=torch.int32)
+    listed = torch.from_numpy(tiles(ends - counts, ends, 16))
+    w = torch.empty(2, 3, rows, cols, dtype=torch.float16)
+    for each, at in zip(w, (gate_at, up_at), strict=True):
+        dequantise(kind, at, forms, each, matrix_rows=rows)
+    want, found = torch.empty(23, rows), torch.empty(23, rows)
+    expert_glu_rows(x, index, listed, w, want, TILE, first=0, activation=0)
+    gate, up = (CodedMatrices(kind, rows, cols, at, forms) for at in (gate_at, up_at))
+    more = torch.cat([listed, torch.zeros(2, 3, dtype=torch.int32)])
+    expert_coded_glu(x, index, more, gate, up, found, CodedTile(16, 32), first=0, activation=0)
+    assert float((found - want).abs().max()) < 1e-4 * float(want.abs().max())
+    y, part = torch.empty(n, rows - 8), torch.empty(n, rows - 8)
+    product(x, w[0, 0, 8:].contiguous(), y, TILE)
+    coded_product(gate, x, part, CodedTile(16, 32), first_row=8)
+    assert float((part - y).abs().max()) < 1e-4 * float(y.abs().max())
+    assert len(gates) == len(ups) == 3
 
 
 @pytest.mark.parametrize(("start", "window", "softcap"), [(0, 0, 0.0), (250, 0, 0.0), (300, 40, 0.0), (5, 0, 2.0)])
@@ -174,7 +310,9 @@ def compile_product(tile: Tile, archs: tuple[int, ...], *, is_double: bool) -> s
 def compile_attention(dim: int, arch: int) -> str:
     m, block, warps, stages = _shape(dim, 2, arch)
     signature = dict.fromkeys(("q", "out", "scale"), "*fp32") | {"scale": "fp32", "table": "*i32"}
-    signature |= dict.fromkeys(("k", "v"), "*fp16") | dict.fromkeys(("n", "start", "n_kv"), "i32")
+    signature |= dict.fromkeys(("k", "v"), "*fp16") | dict.fromkeys(
+        ("n", "start", "n_kv", "q_stride", "out_stride"), "i32"
+    )
     numbers: dict[str, object] = {
         "N_HEAD": 32,
         "GROUP": 8,
@@ -188,24 +326,54 @@ def compile_attention(dim: int, arch: int) -> str:
     numbers |= {"WINDOW": 0, "SOFTCAP": 0.0, "IS_WHILE": False}
     return compile_kernel(
         "freetoken.kernels.prompt_attention", "attend_chunk_kernel", signature, numbers,
-        divisible=("q", "k", "v", "table", "out"), archs=(arch,), warps=warps, stages=stages,
+        divisible=("q", "k", "v", "table", "out", "q_stride", "out_stride"), archs=(arch,), warps=warps, stages=stages,
+    )  # fmt: skip
+
+
+def compile_coded(type_id: int, is_double: bool, arch: int) -> None:
+    width, block_bytes = TYPE_CLASS[type_id], quants.TYPES[type_id].block_bytes
+    signature = {"x": "*fp16", "scale": "*fp32", "out": "*fp32", "index": "*i32", "tile_list": "*i32"}
+    signature |= {"addresses": "*i64", "others": "*i64", "forms": "*i32", "values": "*i32"}
+    integers = ("n_rows", "first", "x_first", "first_row", "out_stride", "start1", "start2", "start3", "start4")
+    signature |= dict.fromkeys(integers, "i32")
+    numbers: dict[str, object] = {
+        "bias": None,
+        "TYPE": int(type_id),
+        "BLOCK_BYTES": block_bytes,
+        "W": width,
+        "ALIGN": 16,
+    }
+    numbers |= {"IS_SAME": layout.is_identity(type_id), "N": 768, "K": 2048, "M_BLOCK": 16, "N_BLOCK": 32}
+    numbers |= {"J": 1 if width == 256 else 4, "ACTIVATION": 0 if is_double else -1}
+    compile_kernel(
+        "freetoken.kernels.coded", "coded_kernel", signature, numbers,
+        divisible=("x", "scale", "out", "index", "tile_list", "addresses", "others", "forms", "values", "out_stride"),
+        archs=(arch,), stages=2,
+    )  # fmt: skip
+
+
+def compile_sort(arch: int) -> None:
+    signature = dict.fromkeys(("ids", "counts", "index", "positions", "starts"), "*i32")
+    signature |= {"weights": "*fp32", "sorted_weights": "*fp32", "n_pairs": "i32", "n_blocks": "i32"}
+    numbers: dict[str, object] = {"N_EXPERT": 128, "E": 128, "K": 8, "B": 256, "STEP": 64, "IS_COUNTED": False}
+    compile_kernel(
+        "freetoken.kernels.prompt_sort", "sort_kernel", signature, numbers, archs=(arch,), warps=8, stages=3,
+        divisible=("ids", "counts", "index"),
     )  # fmt: skip
 
 
 F, H, N = "*fp32", "*fp16", "i32"
 ROWS: dict[str, tuple[dict[str, str], dict[str, object]]] = {  # at the widths of Qwen3-30B-A3B
-    "halve_kernel": ({"x": F, "out": H, "scale": F, "rows": N}, {"N": 2048, "R": 1, "BLOCK": 2048}),
-    "rms_norm_kernel": (
-        {"x": F, "weight": F, "out": F, "rows": N, "eps": "fp32"},
+    "halve_kernel": ({"x": F, "out": H, "scale": F, "rows": N, "stride": N}, {"N": 2048, "R": 1, "BLOCK": 2048}),
+    "combine_kernel": (
+        dict.fromkeys(("x", "post", "shared", "gate", "residual", "total", "norm", "y", "scale"), F)
+        | {"half": H, "rows": N, "post_eps": "fp32", "eps": "fp32"}
+        | dict.fromkeys([f"{name}_stride" for name in ("x", "shared", "gate", "residual", "total", "y")], N),
         {"N": 2048, "W": 2048, "R": 1},
-    ),
-    "rotate_kernel": (
-        {"x": F, "table": F},
-        {"N_HEAD": 32, "HEAD_DIM": 128, "HALF": 64, "BLOCK_HALF": 64, "HEADS": 32, "IS_NEOX": True},
     ),
     "add_expert_rows_kernel": (
         {"rows": F, "positions": "*i32", "weights": F, "y": F, "first": N, "end": N},
-        {"N": 2048, "K": 8, "BLOCK": 1024},
+        {"N": 2048, "K": 8, "BLOCK": 1024, "IS_FIRST": True},
     ),
 }
 
@@ -222,6 +390,9 @@ def test_kernels_compile(arch: int) -> None:
     ptx = compile_product(tile_for(300, arch, is_double=True), (arch,), is_double=True)
     assert arch < 80 or "wgmma" in ptx  # this Triton has no tensor cores below sm_80
     compile_attention(128, arch)
+    compile_sort(arch)
+    if arch >= 80:
+        compile_coded(GgmlType.Q4_K, True, arch)
 
 
 @pytest.mark.compile
@@ -233,3 +404,8 @@ def test_kernels_compile_everywhere(arch: int) -> None:
     for dim in (64, 128, 256):
         compile_attention(dim, arch)
     compile_rows(arch)
+    compile_sort(arch)
+    for type_id in TYPE_CLASS:
+        if can_be_coded(type_id, arch):
+            for is_double in (False, True):
+                compile_coded(type_id, is_double, arch)

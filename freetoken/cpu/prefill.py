@@ -62,15 +62,22 @@ class Prefill:
         self._n_layers = n_layers
         self._ops = PrefillOps(pool, cache, head_logits)
 
-    def run(self, batch: Batch, should_stop: Callable[[], bool] | None = None) -> np.ndarray:
+    def run(
+        self,
+        batch: Batch,
+        should_stop: Callable[[], bool] | None = None,
+        between_layers: Callable[[], bool] | None = None,
+    ) -> np.ndarray:
         """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab], with `n_layers` hidden states fp32
-        [n, n_embd] instead. Raises Stopped."""
+        [n, n_embd] instead. Raises Stopped.
+
+        `between_layers` is called before each layer but the first and may run decode steps of others."""
         with torch.inference_mode():
             if self._n_layers is None:
-                self._ops.begin(batch, should_stop)
+                self._ops.begin(batch, should_stop, between_layers)
                 result: Tensor = self._model.forward(self._ops)
             else:
-                self._ops.begin(replace(batch, n_outputs=batch.n), should_stop)
+                self._ops.begin(replace(batch, n_outputs=batch.n), should_stop, between_layers)
                 result = self._model.run_layers(self._ops, self._model.start(self._ops), 0, self._n_layers)
             return np.asarray(result.numpy())
 
@@ -85,13 +92,19 @@ class PrefillOps:
         self._head_logits = head_logits
         self._tile = np.empty(TILE_VALUES, np.float32)
         self._should_stop: Callable[[], bool] | None = None
+        self._between_layers: Callable[[], bool] | None = None
 
-    def begin(self, batch: Batch, should_stop: Callable[[], bool] | None = None) -> None:
+    def begin(
+        self,
+        batch: Batch,
+        should_stop: Callable[[], bool] | None = None,
+        between_layers: Callable[[], bool] | None = None,
+    ) -> None:
         """Take the chunk of the next `forward`; `should_stop` is asked once a layer, and then Stopped is raised."""
         self._batch = batch
         self._start = int(batch.positions[0])
         self._table = torch.from_numpy(batch.page_tables[0]).long()
-        self._should_stop = should_stop
+        self._should_stop, self._between_layers = should_stop, between_layers
         self._ropes: dict[int, tuple[Tensor, Tensor]] = {}
         self._masks: dict[tuple[int, int], Tensor] = {}
 
@@ -185,6 +198,8 @@ class PrefillOps:
     ) -> Tensor:
         if self._should_stop is not None and self._should_stop():
             raise Stopped
+        if layer and self._between_layers is not None:
+            self._between_layers()
         self._store(self._k[layer], k)
         self._store(self._v[layer], v)
         n = self._batch.n

@@ -33,6 +33,8 @@ class SlotCache:
         self._clock_limit = state.clock_limit
         self._by_recency = fill_order == "recent"
         self._device = device
+        firsts = [state.pool_of[i].first if i in state.pool_of else 0 for i in range(len(self._expert_bytes))]
+        self._first_of_layer = torch.tensor(firsts, dtype=torch.int32, device=device)
         self._outputs: dict[tuple[int, int], StepOutputs] = {}
         self.tensors = SlotTensors(**{name: torch.tensor(a, device=device) for name, a in state.arrays.items()})
         self._split = torch.tensor(np.broadcast_to(split, (len(self._expert_bytes), split.shape[-1])), device=device)
@@ -98,3 +100,17 @@ class SlotCache:
         t.owner[at] = layer * self._n_expert + experts
         t.stamp[at] = ticks
         t.clock.add_(len(experts))
+
+    def take_over(self, owners: torch.Tensor, at: torch.Tensor) -> None:
+        """`SlotState.take_over` with int32 tensors."""
+        t, where, who = self.tensors, at.long(), owners.long()
+        # a lost owner of -1 indexes a spare place, as in `reserve`
+        flat = torch.cat([t.slot_of.reshape(-1), t.slot_of.new_empty(1)])
+        flat[t.owner[where].long()] = -1
+        flat[who] = at - self._first_of_layer[who // self._n_expert]
+        t.slot_of.copy_(flat[:-1].reshape(t.slot_of.shape))
+        ticks = torch.arange(len(owners), dtype=torch.int32, device=self._device) + t.clock
+        t.last_use.view(-1)[who] = ticks
+        t.owner[where] = owners
+        t.stamp[where] = ticks
+        t.clock.add_(len(owners))

@@ -286,3 +286,19 @@ class SlotState:
         self.owner[pool.first + slots] = layer * self.n_expert + experts
         self.stamp[pool.first + slots] = ticks
         self.clock[0] += n
+
+    def take_over(self, owners: np.ndarray, at: np.ndarray) -> None:
+        """Give slots to experts whose bytes a prefill has put there, the last given the most recent.
+
+        `owners` are layer * n_expert + expert, `at` the slots' places in the arrays of all pools; both differ. Who had
+        the slots loses them. Stamps are also the last uses.
+        """
+        lost = self.owner[at][self.owner[at] >= 0]
+        self.slot_of.reshape(-1)[lost] = -1
+        first = np.array([self.pool_of[int(owner) // self.n_expert].first for owner in owners], np.int32)
+        ticks = np.arange(len(owners), dtype=np.int32) + self.clock[0]
+        self.slot_of.reshape(-1)[owners] = at - first
+        self.last_use.reshape(-1)[owners] = ticks
+        self.owner[at] = owners
+        self.stamp[at] = ticks
+        self.clock[0] += len(owners)

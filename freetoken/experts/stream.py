@@ -34,8 +34,14 @@ N_SLICES = 4
 """A unit is copied in so many slices, each with an event of its own: the first experts need not wait for the last."""
 INDEPENDENT = 0.3
 """Tokens of a text repeat each other's experts: n of them choose as many as this share of n would, chosen blindly."""
-COPY_RATE, DECODE_RATE, PRODUCT_RATE = 50e9, 600e9, 150e12
+COPY_RATE, DECODE_RATE, PRODUCT_RATE = 52e9, 600e9, 150e12
 """Bytes copied, weights decoded and operations done in a second. Only their ratios count, and only roughly."""
+ROUTE_S, EXPOSED = 0.5e-3, 0.6
+"""What a layer on demand takes beyond its copies: from the copies of one layer to the router's word in the next, and
+this share of the computation. Fits to layers of Qwen3-30B-A3B with 37% of the experts in slots (random tokens, ms a
+layer streamed and on demand): 5.3 and 7.7 at 4096 tokens, 4.7 and 6.2 at 512, 4.5 and 5.4 at 64, 4.3 and 3.5 at 16."""
+FORGOTTEN = 0.2
+"""Where nothing is learnt of a text, what was learnt before loses this share: texts change."""
 
 
 class ExpertPool(Protocol):
@@ -81,7 +87,9 @@ def choose_plan(
     copy = n_missing * layer.expert_bytes / COPY_RATE
     weights = sum(bank.rows * bank.cols for bank in layer.banks)
     compute = share * n_expert * weights / DECODE_RATE + 2 * n_tokens * n_used * weights / PRODUCT_RATE
-    return "stream" if max(copy, compute) < share * copy + compute else "on_demand"
+    if not n_missing:
+        return "on_demand"
+    return "stream" if max(copy, compute) < share * copy + EXPOSED * compute + ROUTE_S else "on_demand"
 
 
 # --- copies ----------------------------------------------------------------------------------------------------------
@@ -202,11 +210,17 @@ class ExpertStream:
             )
         self._ahead: dict[tuple[int, int], Staged] = {}
         self._queue: list[Unit] = []
-        self._slot_of = np.zeros((0, 0), np.int32)
+        self.slot_of = np.zeros((0, 0), np.int32)
+        """The pool's, as of `refresh` and with what has been taken over since."""
         self._is_free: list[Any] = [None, None]
         self._next_buffer = 0
         self._independent = INDEPENDENT
         self._n_tokens, self._shares = 0, list[float]()
+
+    @property
+    def layers(self) -> Sequence[LayerBanks | None]:
+        """By layer, None for a layer without routed experts."""
+        return self._pool.layers
 
     # --- a chunk -----------------------------------------------------------------------------------------------------
 
@@ -219,7 +233,7 @@ class ExpertStream:
         self._is_free = [self.copies.computed()] * 2
         self._next_buffer = 0
         layers = {i: self._pool.layers[i] for i in self._units}
-        n_missing = {i: int((self._slot_of[i] < 0).sum()) for i in layers}
+        n_missing = {i: int((self.slot_of[i] < 0).sum()) for i in layers}
         missing = [i for i in layers if n_missing[i]]
         if plan is None:
             largest = max(missing, key=lambda i: n_missing[i] * _banks(layers[i]).expert_bytes, default=None)
@@ -238,12 +252,14 @@ class ExpertStream:
 
     def refresh(self) -> None:
         """Look again at which experts have slots: after decode steps between two layers."""
-        self._slot_of = self._pool.slot_of()
+        self.slot_of = self._pool.slot_of()
 
     def parts(self, layer: int, counts: np.ndarray) -> Iterator[Part]:
         """The layer's experts part by part; counts [n_expert] says how many tokens each has. A part's memory is its own
         until the next is asked for."""
-        self._shares.append(float((counts > 0).mean()))
+        missing = self.slot_of[layer] < 0
+        if missing.any():
+            self._shares.append(float((counts[missing] > 0).mean()))
         for unit in self._units[layer]:
             staged = self._ahead.pop((layer, unit.first), None)
             was_ahead = staged is not None
@@ -260,6 +276,15 @@ class ExpertStream:
             if was_ahead:
                 self._stage_next()
 
+    def resident(self, layer: int) -> np.ndarray | None:
+        """Addresses int64 [3, n_expert] of a layer whose experts all have slots, None for others."""
+        slots = self.slot_of[layer]
+        pool = self._pool.pool(layer)
+        if pool is None or (slots < 0).any() or any((layer, unit.first) in self._ahead for unit in self._units[layer]):
+            return None
+        starts = pool.data_ptr() + slots.astype(np.int64) * pool.shape[1]
+        return np.asarray(starts + np.array(self._pool.offsets[layer])[:, None])
+
     def end(self) -> None:
         """End a chunk, also one given up: what is computed from now on comes after all copies."""
         self._queue, self._ahead = [], {}
@@ -267,12 +292,15 @@ class ExpertStream:
         self._learn()
 
     def _learn(self) -> None:
-        """Correct INDEPENDENT by what the layers but the last routed to, where they left some experts out."""
+        """Correct INDEPENDENT by what the layers but the last took of the experts that were missing, where that was not
+        all of them."""
         share = float(np.mean(self._shares[:-1])) if len(self._shares) > 1 else 0.0
         if 0 < share < 0.98:
-            n_expert = self._slot_of.shape[1]
+            n_expert = self.slot_of.shape[1]
             seen = np.log1p(-share) / (self._n_tokens * np.log1p(-self._pool.n_used / n_expert))
             self._independent = (self._independent + float(np.clip(seen, 0.05, 1.0))) / 2
+        else:
+            self._independent += FORGOTTEN * (INDEPENDENT - self._independent)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -295,7 +323,7 @@ class ExpertStream:
 
     def _missing(self, unit: Unit) -> np.ndarray:
         """bool [end - first]."""
-        return np.asarray(self._slot_of[unit.layer, unit.first : unit.end] < 0)
+        return np.asarray(self.slot_of[unit.layer, unit.first : unit.end] < 0)
 
     def _take_buffer(self) -> int:
         """The next buffer that no unit ahead waits in; copies into it come after its last use.
@@ -333,19 +361,24 @@ class ExpertStream:
             )
         n = unit.end - unit.first
         edges = np.linspace(0, n, N_SLICES + 1).astype(int) if n >= 4 * N_SLICES else np.array([0, n])
-        for a, b in itertools.pairwise(edges):
-            if not wanted[a:b].any():
-                continue
-            runs = _runs(wanted[a:b]) + a
-            for bank, region, cuts in zip(banks, unit.regions, self._bank_cuts[unit.layer], strict=True):
-                to = self._start(staged.buffer) + region
-                self.copies.copy(_copies(bank, runs, unit.first, to, cuts))
-            staged.events.append((unit.first + int(b), self.copies.copied()))
+        runs = np.concatenate([_runs(wanted[a:b]) + a for a, b in itertools.pairwise(edges)])
+        copies, slices = [], []
+        for bank, region, cuts in zip(banks, unit.regions, self._bank_cuts[unit.layer], strict=True):
+            mine = _copies(bank, runs, unit.first, self._start(staged.buffer) + region, cuts)
+            experts = (mine[:, 1] - np.uint64(bank.address)) // np.uint64(bank.expert_bytes)
+            copies.append(mine)
+            slices.append(np.searchsorted(edges, experts.astype(np.int64) - unit.first, side="right") - 1)
+        listed, of_slice = np.concatenate(copies), np.concatenate(slices)
+        for i, end in enumerate(edges[1:].tolist()):
+            some = listed[of_slice == i]
+            if len(some):
+                self.copies.copy(some)
+                staged.events.append((unit.first + end, self.copies.copied()))
         staged.experts = staged.experts | wanted
 
     def _part(self, unit: Unit, staged: Staged | None) -> Part:
         banks = _banks(self._pool.layers[unit.layer]).banks
-        slots = self._slot_of[unit.layer, unit.first : unit.end].astype(np.int64)
+        slots = self.slot_of[unit.layer, unit.first : unit.end].astype(np.int64)
         is_slot = slots >= 0
         addresses = np.zeros((len(banks), len(slots)), np.int64)
         pool = self._pool.pool(unit.layer)

@@ -19,6 +19,7 @@ from freetoken.experts.device import SlotCache
 from freetoken.experts.memory import SlotMemory
 from freetoken.experts.slots import SizeClass, SlotState
 from freetoken.experts.split import bounded_table
+from freetoken.experts.survivors import Survivors
 from freetoken.gpu.arena import Arena
 from freetoken.kernels.activations import MAX_TOKENS, quantize
 from freetoken.kernels.fills import fill
@@ -76,6 +77,7 @@ class GpuExperts:
         every_miss = bounded_table(list(range(n_max + 1)))
         self.cache = SlotCache(self.state, device, split=every_miss, fill_order=fill_order)
         self.memory = SlotMemory(layers, self.state, device)
+        self.survivors = Survivors(self.state, self.cache, self.memory, device)
         self._first_slot = _complete(classes, n_slots, self.n_expert)
         self._number = {layer.banks[0].name: i for i, layer in enumerate(layers) if layer is not None}
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -99,7 +101,11 @@ class GpuExperts:
 
     def slot_of(self) -> np.ndarray:
         """int32 [n_layer, n_expert]: slots on the host, -1 for none. Waits for the device."""
-        found: np.ndarray = self.cache.tensors.slot_of.cpu().numpy()
+        tensors = self.cache.tensors
+        both = torch.cat([tensors.slot_of.reshape(-1), tensors.stamp]).cpu().numpy()
+        n = tensors.slot_of.numel()
+        self.survivors.look(both[n:])
+        found: np.ndarray = both[:n].reshape(tuple(tensors.slot_of.shape))
         return found
 
     @contextmanager
@@ -142,8 +148,11 @@ class GpuExperts:
         every = torch.arange(self.n_expert, dtype=torch.int32, device=self._device)
         counts = torch.zeros(5, dtype=torch.int32, device=self._device)
         counts[3] = self.n_expert
+        n_programs = 256 if self._device.type == "cuda" else 2
         for n, (layer, first) in enumerate(self._first_slot.items(), 1):
-            fill(self.memory.banks(layer), self.memory.pools[layer], every, every + first, counts, n_programs=256)
+            fill(
+                self.memory.banks(layer), self.memory.pools[layer], every, every + first, counts, n_programs=n_programs
+            )
             self.cache.adopt(layer, every, every + first)
             if on_layer is not None:
                 on_layer(n)

@@ -1,8 +1,11 @@
-"""Routed experts of a prompt: tokens sorted by expert, matrices decoded to fp16 a group at a time, grouped products.
+"""Routed experts of a prompt: tokens sorted by expert, then products of each expert's rows.
 
-The host reads how many tokens each expert has (the one wait of a layer; the device sorts meanwhile) and cuts the layer
-into groups whose fp16 matrices and hidden rows fit the scratch. Each token's rows are added in the order of its
-experts' numbers, whatever the groups: so neither scratch, nor slots, nor the plan of `experts.stream` changes a bit.
+Where rows are few, products decode weights on the way (kernels.coded); if then every expert has a slot too, the device
+needs nothing of the host and nobody waits. Else the host reads how many tokens each expert has, the one wait of a
+layer, and cuts the layer into groups: those that are there first, those that are still being copied after them; and
+where rows are many, so that a group's decoded matrices and hidden rows fit the scratch. Each token's rows are added in
+the order of its experts' numbers, whatever the groups: so neither scratch, nor slots, nor the plan of `experts.stream`
+changes a bit.
 """
 
 from __future__ import annotations
@@ -16,51 +19,42 @@ import torch
 
 from freetoken.blocks import Experts, Weight
 from freetoken.experts.stream import ExpertStream, Part
+from freetoken.gpu.scratch import Scratch, upload
+from freetoken.kernels.coded import (
+    CodedMatrices,
+    can_be_coded,
+    coded_tile,
+    expert_coded_glu,
+    expert_coded_products,
+)
 from freetoken.kernels.dequant import PLANES, RAW, dequantise
 from freetoken.kernels.glu import ACTIVATIONS
 from freetoken.kernels.grouped import Rows, expert_glu_rows, expert_products, tile_for, tiles
 from freetoken.kernels.prompt_rows import add_expert_rows, halve_rows
+from freetoken.kernels.prompt_sort import Sorted, count_pairs, list_tiles, sort_pairs, sort_room
 
-__all__ = ["Keep", "Mixture", "Scratch", "upload"]
+__all__ = ["Keep", "Mixture", "Scratch"]
 
-SMALL_BYTES = 32 << 10
 N_WAITING_GROUPS = 3
 """Groups of experts that are still being copied, where their order is free: while one is computed, others come."""
 TAIL_TOKENS = 64
 """Last tokens of a chunk whose experts are told apart for `Keep`."""
+CODED_ROWS = 16
+"""Mean rows of an expert up to which weights are decoded on the way into the product."""
 
 
 class Keep(Protocol):
-    """Told what a layer had staged, before it is overwritten: experts that may be kept in slots."""
+    """Takes experts over that a layer had staged, before they are overwritten."""
 
-    def __call__(self, layer: int, tail_counts: np.ndarray, staged: np.ndarray, bases: tuple[int, ...]) -> None:
-        """`tail_counts` int [n_expert]: routed pairs of the chunk's last tokens. `staged` int [n]: the experts that are
-        in the buffer, expert e of bank b at bases[b] + e * its bytes, in the file's form."""
+    def __call__(self, layer: int, tail_counts: np.ndarray, part: Part, slot_of: np.ndarray) -> None:
+        """`tail_counts` int [n_expert]: routed pairs of the chunk's last tokens. `part.staged` says which experts are
+        in the buffer. `slot_of` int32 [n_layer, n_expert], the stream's, to be kept true."""
 
+    def begin(self) -> None:
+        """A chunk begins."""
 
-SCRATCH_BYTES = 224 << 20
-ROWS_BYTES = 80 << 20
-"""What rows of routed pairs may take of the scratch; the rest is for fp16 matrices."""
-
-
-class Scratch:
-    """Memory of a prompt's products, of one size whatever the model."""
-
-    def __init__(self, device: torch.device, n_bytes: int = SCRATCH_BYTES) -> None:
-        self.buffer = torch.empty(n_bytes // 256 * 256, dtype=torch.uint8, device=device)
-        self.halves = self.buffer.view(torch.float16)
-
-    def matrices(self, *shape: int) -> torch.Tensor:
-        """fp16 [shape] at the start."""
-        return self.halves[: math.prod(shape)].view(shape)
-
-
-def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A host array on the device, without waiting: the driver takes a copy of small ones at once."""
-    tensor = torch.from_numpy(values)
-    if device.type != "cuda":
-        return tensor
-    return (tensor.pin_memory() if tensor.nbytes > SMALL_BYTES else tensor).to(device, non_blocking=True)
+    def flush(self) -> None:
+        """Decode steps may follow."""
 
 
 @dataclass(frozen=True)
@@ -105,106 +99,164 @@ def spread(counts: np.ndarray, ends: np.ndarray, is_slot: np.ndarray, max_expert
 
 
 @dataclass(frozen=True)
-class Sorted:
-    """Routed pairs by expert, pairs of one expert by token: `index` int32 [pairs], each one's token; `positions` int32
-    and `weights` fp32 [n, k], where each token's pairs stand, in order."""
+class _Kind:
+    """What of a layer decides how it is computed; layers of one kind share their room."""
 
-    index: torch.Tensor
-    positions: torch.Tensor
-    weights: torch.Tensor
+    n_pairs: int
+    n_expert: int
+    n_ff: int
+    n_embd: int
+    is_coded: bool
+
+
+class _Space:
+    """Room for hidden rows and results in the scratch, and the rest of it for matrices."""
+
+    def __init__(self, kind: _Kind, scratch: Scratch) -> None:
+        n_ff, d = kind.n_ff, kind.n_embd
+        room, self.max_rows = scratch.for_rows(6 * n_ff + 4 * d, kind.n_pairs)
+        self.hidden = room.take(torch.float32, self.max_rows, n_ff)
+        self.rows = room.take(torch.float32, self.max_rows, d)
+        self.halved = Rows(room.take(torch.float16, self.max_rows, n_ff), room.take(torch.float32, self.max_rows))
+        self.weights = room.rest()
 
 
 class Mixture:
     """Runs the layers of one model. `keep` hears of staged experts once a layer's are computed."""
 
-    def __init__(self, stream: ExpertStream, scratch: Scratch, capability: int, keep: Keep | None = None) -> None:
-        self._stream = stream
-        self._scratch = scratch
-        self._capability = capability
-        self._keep = keep
+    def __init__(self, stream: ExpertStream, scratch: Scratch, capability: int, device: torch.device) -> None:
+        self._stream, self._scratch, self._capability, self._device = stream, scratch, capability, device
+        self.keep: Keep | None = None
+        """Set for a chunk that ends a prompt."""
+        self._space: tuple[_Kind, _Space] | None = None
+        self._pairs: tuple[tuple[int, int, int, bool], Sorted] | None = None
+        self._host = _HostCopy(device)
+        self._resident: dict[int, tuple[np.ndarray, torch.Tensor]] = {}
+        n_expert = max(layer.banks[0].n_expert for layer in stream.layers if layer is not None)
+        self._planes = torch.full((n_expert,), PLANES, dtype=torch.int32, device=device)
 
     def run(
-        self, layer: int, x: Rows, ids: torch.Tensor, weights: torch.Tensor, bank: Experts, activation: str
-    ) -> torch.Tensor:
-        """Weighted sum fp32 [n, n_embd] of what the chosen experts, ids int32 [n, k], make of x [n, n_embd]."""
-        flat = ids.reshape(-1).long()
-        wait = _Counts(flat, bank.n_expert)
-        n_tail = TAIL_TOKENS * ids.shape[1]
-        wait_tail = None if self._keep is None else _Counts(flat[-n_tail:], bank.n_expert)
-        pairs = _sort(ids, weights)
-        y = torch.zeros((ids.shape[0], bank.down.rows), dtype=torch.float32, device=ids.device)
-        counts = wait()
-        active = max(int((counts > 0).sum()), 1)
-        work = _Layer(bank, activation, self._scratch, ids.numel(), active, self._capability, x, pairs, y)
+        self, layer: int, x: Rows, ids: torch.Tensor, weights: torch.Tensor, bank: Experts, activation: str,
+        y: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """y fp32 [n, n_embd] = weighted sum of what the chosen experts, ids int32 [n, k], make of x [n, n_embd]."""
+        n, k = ids.shape
+        if n == 0:
+            return
+        pairs = self._pairs_of(n, k, bank.n_expert)
+        sort_pairs(ids, weights, pairs)
+        kind = self._kind(ids.numel(), bank)
+        work = _Layer(bank, kind, self._space_of(kind), ACTIVATIONS[activation], self._capability, x, pairs, y)
+        slots = self._stream.resident(layer)
+        if slots is not None and kind.is_coded and work.max_rows == ids.numel():
+            work.run_resident(self._addresses(layer, slots), self._planes[: bank.n_expert])
+            return
+        keep = self.keep
+        if keep is not None:
+            count_pairs(ids[max(n - TAIL_TOKENS, 0) :], pairs.tail_counts)
+        self._host.fetch(pairs.summary)
+        summary = self._host.wait()
+        counts = np.diff(summary[: bank.n_expert + 1])
+        tail = summary[bank.n_expert + 1 :].reshape(-1, bank.n_expert).sum(axis=0) if keep is not None else counts
         start = 0
         for part in self._stream.parts(layer, counts):
             mine = counts[part.first : part.end]
             if mine.any():
                 work.run(part, mine, start)
             start += int(mine.sum())
-            if self._keep is not None and wait_tail is not None and part.staged is not None:
-                staged = part.first + np.flatnonzero(part.staged.experts)
-                self._keep(layer, wait_tail(), staged, part.bases)
+            if keep is not None and part.staged is not None:
+                part.wait(part.end)
+                keep(layer, tail, part, self._stream.slot_of)
         work.add_rows(start)
-        return y
+
+    def _kind(self, n_pairs: int, bank: Experts) -> _Kind:
+        types = bank.gate.type, bank.up.type, bank.down.type
+        is_coded = (
+            n_pairs <= CODED_ROWS * bank.n_expert
+            and types[0] == types[1]
+            and all(can_be_coded(each, self._capability) for each in types)
+        )
+        return _Kind(n_pairs, bank.n_expert, bank.gate.rows, bank.down.rows, is_coded)
+
+    def _space_of(self, kind: _Kind) -> _Space:
+        if self._space is None or self._space[0] != kind:
+            self._space = kind, _Space(kind, self._scratch)
+        return self._space[1]
+
+    def _pairs_of(self, n: int, k: int, n_expert: int) -> Sorted:
+        key = n, k, n_expert, self.keep is not None
+        if self._pairs is None or self._pairs[0] != key:
+            self._pairs = key, sort_room(n, k, n_expert, self._device, TAIL_TOKENS if key[3] else 0)
+        return self._pairs[1]
+
+    def _addresses(self, layer: int, addresses: np.ndarray) -> torch.Tensor:
+        """int64 [3, n_expert] on the device; uploaded again where a slot has changed."""
+        known = self._resident.get(layer)
+        if known is None or not np.array_equal(known[0], addresses):
+            known = self._resident[layer] = addresses, upload(addresses.copy(), self._device)
+        return known[1]
 
 
-class _Counts:
-    """How many pairs each expert has, on its way to the host; called, it waits."""
+class _HostCopy:
+    """Integers on their way to the host, a copy at a time."""
 
-    def __init__(self, ids: torch.Tensor, n_expert: int) -> None:
-        counts = torch.zeros(n_expert, dtype=torch.int64, device=ids.device)
-        counts.scatter_add_(0, ids, torch.ones_like(ids))
-        self._event = None
-        self._host = counts
-        if counts.is_cuda:
-            self._host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-            self._host.copy_(counts, non_blocking=True)
-            self._event = torch.cuda.current_stream(counts.device).record_event()
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._room = torch.empty(0, dtype=torch.int32)
+        self._values = self._room
 
-    def __call__(self) -> np.ndarray:
+    def fetch(self, values: torch.Tensor) -> None:
+        if self._event is None:
+            self._values = values
+            return
+        if len(self._room) < len(values):
+            self._room = torch.empty(len(values), dtype=torch.int32, pin_memory=True)
+        self._values = self._room[: len(values)]
+        self._values.copy_(values, non_blocking=True)
+        self._event.record()
+
+    def wait(self) -> np.ndarray:
+        """The values, until the next `fetch`."""
         if self._event is not None:
             self._event.synchronize()
-        values: np.ndarray = self._host.numpy()
+        values: np.ndarray = self._values.numpy()
         return values
-
-
-def _sort(ids: torch.Tensor, weights: torch.Tensor) -> Sorted:
-    n, k = ids.shape
-    order = torch.argsort(ids.reshape(-1), stable=True)
-    inverse = torch.empty(n * k, dtype=torch.int32, device=ids.device)
-    inverse[order] = torch.arange(n * k, dtype=torch.int32, device=ids.device)
-    positions, rank = inverse.view(n, k).sort(dim=1)
-    return Sorted((order // k).to(torch.int32), positions, weights.gather(1, rank))
 
 
 class _Layer:
     """One layer's work: its matrices, how they are cut, and rows that wait to be added."""
 
     def __init__(
-        self, bank: Experts, activation: str, scratch: Scratch, n_pairs: int, n_active: int, capability: int,
-        x: Rows, pairs: Sorted, y: torch.Tensor,
+        self, bank: Experts, kind: _Kind, space: _Space, activation: int, capability: int, x: Rows, pairs: Sorted,
+        y: torch.Tensor,
     ) -> None:  # fmt: skip
-        self._bank, self._activation = bank, ACTIVATIONS[activation]
+        self._bank, self._kind, self._space, self._activation = bank, kind, space, activation
+        self._capability = capability
         self._x, self._pairs, self._y = x, pairs, y
-        self._tile_glu = tile_for(n_pairs / n_active, capability, is_double=True)
-        self._tile_down = tile_for(n_pairs / n_active, capability)
-        n_ff, d = bank.gate.rows, bank.down.rows
-        row_bytes = 6 * n_ff + 4 * d + 4
-        available = min(ROWS_BYTES, scratch.buffer.numel() // 2) - 4 * 256
-        self.max_rows = max(min(n_pairs, available // row_bytes), 1)
-        room = _Room(scratch.buffer)
-        self._hidden = room.take(torch.float32, self.max_rows, n_ff)
-        self._rows = room.take(torch.float32, self.max_rows, d)
-        self._halved = Rows(room.take(torch.float16, self.max_rows, n_ff), room.take(torch.float32, self.max_rows))
-        self._weights = room.rest()
+        self.max_rows = space.max_rows
         self._first_row = 0
+        self._is_first = True
+        mean = kind.n_pairs / kind.n_expert
+        self._coded_tile = coded_tile(mean, capability)
+        self._tile_glu = tile_for(mean, capability, is_double=True)
+        self._tile_down = tile_for(mean, capability)
 
     def max_experts(self, n_active: int) -> int:
         """Experts in a group: as many as fit the scratch, spread evenly over the groups."""
-        fit = max(len(self._weights) // (2 * self._bank.gate.rows * self._bank.gate.cols), 1)
+        if self._kind.is_coded:
+            return max(n_active, 1)
+        fit = max(len(self._space.weights) // (2 * self._bank.gate.rows * self._bank.gate.cols), 1)
         n_groups = -(-max(n_active, 1) // fit)
         return -(-max(n_active, 1) // n_groups)
+
+    def run_resident(self, addresses: torch.Tensor, forms: torch.Tensor) -> None:
+        """Compute all experts at once, from int64 addresses [3, n_expert], without knowing which have rows."""
+        kind, m = self._kind, self._coded_tile.m
+        n_tiles = min(kind.n_pairs, kind.n_expert + kind.n_pairs // m)
+        listed = torch.empty((n_tiles, 3), dtype=torch.int32, device=self._y.device)
+        list_tiles(self._pairs.starts, listed, m, len(self._y))
+        self._compute_coded(slice(0, kind.n_pairs), addresses, forms, listed)
+        self.add_rows(kind.n_pairs)
 
     def run(self, part: Part, counts: np.ndarray, start: int) -> None:
         """Compute a part; counts are those of its experts, whose rows begin at `start`."""
@@ -214,48 +266,69 @@ class _Layer:
             groups = spread(counts, ends, part.is_slot, max_experts)
         else:
             groups = cut(counts, start, max_experts, self.max_rows)
-        tables = _Tables(part, ends - counts, ends, groups, (self._tile_glu.m, self._tile_down.m), self._y.device)
+        m = self._coded_tile.m
+        heights = (m, m) if self._kind.is_coded else (self._tile_glu.m, self._tile_down.m)
+        tables = _Tables(part, ends - counts, ends, groups, heights, self._y.device)
         for i, group in enumerate(groups):
             waiting = group.experts[~part.is_slot[group.experts]]
             if len(waiting):
                 part.wait(part.first + int(waiting[-1]))
             if group.end - self._first_row > self.max_rows:
                 self.add_rows(group.first)
-            self._compute(group, tables.addresses[i], tables.forms[i], tables.tiles[2 * i], tables.tiles[2 * i + 1])
+            at = slice(group.first - self._first_row, group.end - self._first_row)
+            addresses, forms = tables.addresses[i].view(3, -1), tables.forms[i]
+            if self._kind.is_coded:
+                self._compute_coded(at, addresses, forms, tables.tiles[2 * i])
+            else:
+                self._compute(at, addresses, forms, tables.tiles[2 * i], tables.tiles[2 * i + 1])
 
     def add_rows(self, end: int) -> None:
         """Add the rows of positions before `end` that wait."""
         first, self._first_row = self._first_row, end
-        rows = self._rows[: end - first]
-        add_expert_rows(rows, self._pairs.positions, self._pairs.weights, self._y, first, end)
+        rows = self._space.rows[: end - first]
+        pairs, is_first = self._pairs, self._is_first
+        self._is_first = False
+        add_expert_rows(rows, pairs.positions, pairs.weights, self._y, first, end, is_first=is_first)
+
+    def _compute_coded(self, at: slice, addresses: torch.Tensor, forms: torch.Tensor, tile_list: torch.Tensor) -> None:
+        """Rows of a group, which stand at `at`; addresses int64 [3, n] and forms int32 [n] of its matrices."""
+        bank, space, base, tile = self._bank, self._space, self._first_row, self._coded_tile
+        gate, up, down = (
+            CodedMatrices(w.type, w.rows, w.cols, where, forms)
+            for w, where in zip((bank.gate, bank.up, bank.down), addresses, strict=True)
+        )
+        expert_coded_glu(
+            self._x, self._pairs.index, tile_list, gate, up, space.hidden, tile,
+            first=base, activation=self._activation,
+        )  # fmt: skip
+        halve_rows(space.hidden[at], space.halved.x[at], space.halved.scale[at])
+        expert_coded_products(space.halved, tile_list, down, space.rows, tile, first=base)
 
     def _compute(
-        self, group: Group, addresses: torch.Tensor, forms: torch.Tensor, tiles_glu: torch.Tensor,
+        self, at: slice, addresses: torch.Tensor, forms: torch.Tensor, tiles_glu: torch.Tensor,
         tiles_down: torch.Tensor,
     ) -> None:  # fmt: skip
-        n_experts, bank, base = len(group.experts), self._bank, self._first_row
-        at = slice(group.first - base, group.end - base)
-        hull = self._halved.x[at], self._halved.scale[at]
+        n_experts, bank, base, space = addresses.shape[1], self._bank, self._first_row, self._space
         for first, end in self._parts(n_experts, 2, bank.gate):
             w = self._matrices(2, n_experts, end - first, bank.gate.cols)
             self._decode(addresses, forms, w, first)
             expert_glu_rows(
-                self._x, self._pairs.index, tiles_glu, w, self._hidden[:, first:end], self._tile_glu,
+                self._x, self._pairs.index, tiles_glu, w, space.hidden[:, first:end], self._tile_glu,
                 first=base, activation=self._activation,
             )  # fmt: skip
-        halve_rows(self._hidden[at], *hull)
-        down = addresses[2 * n_experts :]
+        halve_rows(space.hidden[at], space.halved.x[at], space.halved.scale[at])
         for first, end in self._parts(n_experts, 1, bank.down):
             w = self._matrices(n_experts, end - first, bank.down.cols)
-            dequantise(bank.down.type, down, forms[:n_experts], w, matrix_rows=bank.down.rows, first_row=first)
-            expert_products(self._halved, tiles_down, w, self._rows[:, first:end], self._tile_down, first=base)
+            forms_down = forms[:n_experts]
+            dequantise(bank.down.type, addresses[2], forms_down, w, matrix_rows=bank.down.rows, first_row=first)
+            expert_products(space.halved, tiles_down, w, space.rows[:, first:end], self._tile_down, first=base)
 
     def _matrices(self, *shape: int) -> torch.Tensor:
-        return self._weights[: math.prod(shape)].view(shape)
+        return self._space.weights[: math.prod(shape)].view(shape)
 
     def _parts(self, n_experts: int, n_banks: int, w: Weight) -> list[tuple[int, int]]:
         """Ranges of a matrix's rows that fit the scratch at once."""
-        fit = len(self._weights) // (n_banks * n_experts * w.cols)
+        fit = len(self._space.weights) // (n_banks * n_experts * w.cols)
         step = w.rows if fit >= w.rows else max(fit // 64 * 64, min(fit, 16), 1)
         return [(first, min(first + step, w.rows)) for first in range(0, w.rows, step)]
 
@@ -264,11 +337,10 @@ class _Layer:
         n, gate, up = w.shape[1], self._bank.gate, self._bank.up
         if gate.type == up.type:
             both = w.view(2 * n, *w.shape[2:])
-            dequantise(gate.type, addresses[: 2 * n], forms, both, matrix_rows=gate.rows, first_row=first)
+            dequantise(gate.type, addresses[:2].view(-1), forms, both, matrix_rows=gate.rows, first_row=first)
             return
         for i, bank in enumerate((gate, up)):
-            at = slice(i * n, (i + 1) * n)
-            dequantise(bank.type, addresses[at], forms[:n], w[i], matrix_rows=bank.rows, first_row=first)
+            dequantise(bank.type, addresses[i], forms[:n], w[i], matrix_rows=bank.rows, first_row=first)
 
 
 class _Tables:
@@ -300,20 +372,3 @@ class _Tables:
 def _split(x: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
     ends = np.cumsum(sizes).tolist()
     return [x[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-
-
-class _Room:
-    """Tensors one after another in one buffer, each from a multiple of 256 bytes."""
-
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self._buffer, self._at = buffer, 0
-
-    def take(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        n_bytes = math.prod(shape) * dtype.itemsize
-        part = self._buffer[self._at : self._at + n_bytes].view(dtype).view(shape)
-        self._at += -(-n_bytes // 256) * 256
-        return part
-
-    def rest(self) -> torch.Tensor:
-        """What is left, as fp16."""
-        return self._buffer[self._at :].view(torch.float16)

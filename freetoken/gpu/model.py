@@ -25,6 +25,7 @@ from freetoken.gpu.inputs import Draws, Inputs
 from freetoken.gpu.kv import DeviceKV
 from freetoken.gpu.place import Placement, place
 from freetoken.gpu.prefill import Prefill
+from freetoken.gpu.scratch import Scratch
 from freetoken.gpu.warm import WarmUp
 from freetoken.gpu.weights import DeviceWeights
 from freetoken.kernels.activations import MAX_TOKENS
@@ -34,6 +35,7 @@ from freetoken.kernels.sampler import N_FIELDS
 from freetoken.kvcache import KVShape, n_pages_for
 from freetoken.options import EngineOptions
 from freetoken.plan import GpuPlan
+from freetoken.prompt_memory import scratch_bytes
 from freetoken.spec import ModelSpec
 
 __all__ = ["GREEDY", "GpuModel", "device_chain", "place"]
@@ -45,8 +47,6 @@ MAX_STEPPED = 64
 what a pass of many tokens takes whatever their number."""
 CPU_STEPPED = 48
 """The same where the first layers run on the CPU (`runner.MAX_STEPPED`)."""
-N_CHUNK = 4096
-"""Tokens of a prefill chunk where -b and -ub are not given: the experts are streamed once for each."""
 
 
 class GpuModel:
@@ -71,7 +71,7 @@ class GpuModel:
         n_ctx_pages = n_pages_for(plan.n_ctx)
         self.first_layer = plan.first_layer
         self.max_stepped = _max_stepped(plan)
-        self.n_chunk = options.n_chunk if options.n_chunk != EngineOptions().n_chunk or plan.first_layer else N_CHUNK
+        self.n_chunk = options.n_chunk if plan.first_layer else plan.n_chunk
         self._pinned: Pinned | None = None
         with timed("memory of the cache"):
             kv = DeviceKV(shapes, plan.n_pages, options.cache_type_k, device, plan.first_layer)
@@ -100,14 +100,23 @@ class GpuModel:
         )
         logger.info("%s: cache and experts ready in %.2f s", device, time.monotonic() - started)
 
-    def run(self, batch: Batch, should_stop: Callable[[], bool] | None, hidden: np.ndarray | None = None) -> np.ndarray:
+    def run(
+        self,
+        batch: Batch,
+        should_stop: Callable[[], bool] | None,
+        hidden: np.ndarray | None = None,
+        between_layers: Callable[[], bool] | None = None,
+    ) -> np.ndarray:
         """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab]. `hidden` fp32 [n, n_embd] are the states
-        behind the layers that run on the CPU. Raises Stopped."""
+        behind the layers that run on the CPU. Raises Stopped.
+
+        `between_layers` is called between the layers of a long chunk; it may run steps of other sequences, and says
+        whether it did."""
         with translated(self.device):
             if batch.n <= MAX_TOKENS:
                 return self.decoder.run(batch, hidden)
             with self.experts.streaming() if self.experts is not None else nullcontext():
-                logits = self._long_pass().run(batch, should_stop, hidden=hidden)
+                logits = self._long_pass().run(batch, should_stop, between_layers, hidden=hidden)
             found: np.ndarray = logits.cpu().numpy()
             return found
 
@@ -160,6 +169,9 @@ class GpuModel:
                 self.decoder.head_logits,
                 self.device,
                 self.experts,
+                scratch=Scratch(self.device, scratch_bytes(self.n_chunk)),
+                n_chunk=self.n_chunk,
+                keep=None if self.experts is None or self.experts.is_fused else self.experts.survivors,
                 first_layer=self.first_layer,
             )
         return self._prefill

@@ -75,13 +75,10 @@ class DeviceWeights:
             self.n_bytes += tensor.nbytes
         return self._vectors[id(values)][1]
 
-    def embed(self, weight: Weight, tokens: np.ndarray) -> torch.Tensor:
-        """Rows of the token embedding, fp32 [n, cols]."""
-        n = len(tokens)
-        out = torch.empty((n, weight.cols), dtype=torch.float32, device=self.device)
-        table = EmbeddingTable.of(self.matrix(weight), n)
+    def embed(self, weight: Weight, tokens: np.ndarray, out: torch.Tensor) -> None:
+        """Rows of the token embedding, to out fp32 [n, cols]."""
+        table = EmbeddingTable.of(self.matrix(weight), len(tokens))
         embed(table, torch.from_numpy(tokens.astype(np.int32)).to(self.device), out)
-        return out
 
     def _upload(self, weights: list[Weight]) -> Matrix:
         type_id, cols = weights[0].type, weights[0].cols

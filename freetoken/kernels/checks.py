@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["check", "next_power_of_2"]
+__all__ = ["ceil_div", "check", "next_power_of_2"]
 
 
 def check(name: str, x: torch.Tensor, dtype: torch.dtype, *shape: int) -> None:
@@ -18,3 +18,8 @@ def check(name: str, x: torch.Tensor, dtype: torch.dtype, *shape: int) -> None:
 def next_power_of_2(n: int) -> int:
     """The least power of 2 that is not below n."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up; triton.cdiv may be called by kernels too and takes ten microseconds for that."""
+    return -(-a // b)

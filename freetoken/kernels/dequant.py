@@ -18,6 +18,7 @@ import triton.language as tl
 
 from freetoken import quants
 from freetoken.kernels import layout
+from freetoken.kernels.checks import ceil_div
 from freetoken.kernels.dequant_types import eight_values
 from freetoken.kernels.fast_launch import launch
 from freetoken.kernels.matvec import TYPE_CLASS
@@ -36,7 +37,7 @@ MAX_FIELDS = 5
 
 
 @functools.lru_cache(maxsize=64)
-def _table(type_id: int, device: torch.device) -> torch.Tensor | None:
+def table_of(type_id: int, device: torch.device) -> torch.Tensor | None:
     """What the type's values are looked up in, int32; None for types that need nothing."""
     if type_id in (GgmlType.IQ4_NL, GgmlType.IQ4_XS):
         values = np.array(IQ4.value, "<i4").view(np.int8)
@@ -183,7 +184,7 @@ def dequantise(
         size = 4 if type_id == GgmlType.F32 else 2
         launch(
             convert_kernel,
-            (triton.cdiv(rows * cols, values), n, 1),
+            (ceil_div(rows * cols, values), n, 1),
             (addresses, first_units, out, first_row * cols, rows * cols),
             (int(type_id), values, math.gcd(16, matrix_rows * cols * size)),
             warps=4,
@@ -196,8 +197,8 @@ def dequantise(
     align = math.gcd(16, matrix_rows * a_row * block_bytes)
     launch(
         dequantise_kernel,
-        (triton.cdiv(rows * a_row, values // width), n, 1),
-        (addresses, forms, first_units, out, _table(type_id, out.device), first_row * a_row, rows * a_row, *starts),
+        (ceil_div(rows * a_row, values // width), n, 1),
+        (addresses, forms, first_units, out, table_of(type_id, out.device), first_row * a_row, rows * a_row, *starts),
         (int(type_id), block_bytes, width, values // width, align, layout.is_identity(type_id)),
         warps=4,
     )

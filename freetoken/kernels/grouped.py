@@ -14,11 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-from freetoken.kernels.checks import check
+from freetoken.kernels.checks import ceil_div, check
 from freetoken.kernels.fast_launch import launch
 from freetoken.kernels.functions import activate
 
-__all__ = ["Rows", "Tile", "expert_glu_rows", "expert_products", "product", "tile_for", "tiles"]
+__all__ = ["Rows", "Tile", "expert_glu_rows", "expert_products", "glu_product", "product", "tile_for", "tiles"]
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,21 @@ def product(x: Rows, w: torch.Tensor, out: torch.Tensor, tile: Tile, bias: torch
     check("scale", x.scale, torch.float32, n)
     _check_out(out, n, rows)
     if n:
-        grid = triton.cdiv(n, tile.m) * triton.cdiv(rows, tile.n)
+        grid = ceil_div(n, tile.m) * ceil_div(rows, tile.n)
         _launch(grid, tile, (x.x, x.scale, None, None, w, out, bias, n, 0, 0, 0, out.stride(0)), rows, cols, -1)
+
+
+def glu_product(x: Rows, w: torch.Tensor, out: torch.Tensor, tile: Tile, activation: int) -> None:
+    """out fp32 [n, rows] (rows may lie apart) = act(gate x) * (up x), w fp16 [2, rows, cols] gate and up."""
+    n, cols = x.x.shape
+    rows = w.shape[1]
+    check("w", w, torch.float16, 2, rows, cols)
+    check("x", x.x, torch.float16, n, cols)
+    _check_out(out, n, rows)
+    if n:
+        grid = ceil_div(n, tile.m) * ceil_div(rows, tile.n)
+        arguments = (x.x, x.scale, None, None, w, out, None, n, 0, 0, rows * cols, out.stride(0))
+        _launch(grid, tile, arguments, rows, cols, activation)
 
 
 def expert_glu_rows(
@@ -179,7 +192,7 @@ def expert_glu_rows(
     if len(tile_list):
         second = n_matrices * rows * cols
         arguments = (x.x, x.scale, index, tile_list, w, out, None, 0, first, 0, second, out.stride(0))
-        _launch(len(tile_list) * triton.cdiv(rows, tile.n), tile, arguments, rows, cols, activation)
+        _launch(len(tile_list) * ceil_div(rows, tile.n), tile, arguments, rows, cols, activation)
 
 
 def expert_products(
@@ -194,4 +207,4 @@ def expert_products(
     _check_out(out, out.shape[0], rows)
     if len(tile_list):
         arguments = (x.x, x.scale, None, tile_list, w, out, None, 0, first, first, 0, out.stride(0))
-        _launch(len(tile_list) * triton.cdiv(rows, tile.n), tile, arguments, rows, cols, -1)
+        _launch(len(tile_list) * ceil_div(rows, tile.n), tile, arguments, rows, cols, -1)

@@ -10,9 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from freetoken.kernels.checks import check, next_power_of_2
+from freetoken.kernels.checks import ceil_div, check, next_power_of_2
 from freetoken.kernels.fast_launch import launch
 from freetoken.kernels.pages import PAGE
+from freetoken.kernels.prompt_rows import check_rows
 
 __all__ = ["attend_chunk"]
 
@@ -84,7 +85,7 @@ def walk(
 
 @triton.jit(do_not_specialize=["n", "start"])
 def attend_chunk_kernel(
-    q, k, v, table, out, n, start, scale, n_kv,
+    q, k, v, table, out, n, start, scale, n_kv, q_stride, out_stride,
     N_HEAD: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, DIM_V: tl.constexpr,
     DV: tl.constexpr, M_BLOCK: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     IS_WHILE: tl.constexpr,
@@ -93,7 +94,7 @@ def attend_chunk_kernel(
     row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * M_BLOCK  # the longest first
     row = row0 + tl.arange(0, M_BLOCK)
     d = tl.arange(0, D)
-    at = q + row.to(tl.int64)[:, None] * (N_HEAD * DIM) + head * DIM + d[None, :]
+    at = q + row.to(tl.int64)[:, None] * q_stride + head * DIM + d[None, :]
     queries = tl.load(at, mask=(row[:, None] < n) & (d[None, :] < DIM), other=0.0) * scale
     if SOFTCAP == 0:
         queries = queries * 1.4426950408889634
@@ -112,7 +113,7 @@ def attend_chunk_kernel(
     total, top, weight = walk(total, top, weight, queries, query, k, v, table, head // GROUP, low, end, n_kv,
                               DIM, D, DIM_V, DV, BLOCK, True, WINDOW, SOFTCAP, IS_WHILE)  # fmt: skip
     dv = tl.arange(0, DV)
-    to = out + row.to(tl.int64)[:, None] * (N_HEAD * DIM_V) + head * DIM_V + dv[None, :]
+    to = out + row.to(tl.int64)[:, None] * out_stride + head * DIM_V + dv[None, :]
     tl.store(to, total / weight[:, None], mask=(row[:, None] < n) & (dv[None, :] < DIM_V))
 
 
@@ -131,14 +132,15 @@ def attend_chunk(
     capability: int = 0,
 ) -> None:
     """out fp32 [n, n_head * head_dim_v]: queries q fp32 [n, n_head * head_dim] at positions start... see what they may.
+    Rows may lie apart; `out` may be q itself where heads are as wide.
 
     `k` [capacity, n_kv, 256, head_dim] and `v` are one layer's pages, `table` int32 the sequence's; keys and values of
     the chunk have been stored. `window` w: the last w positions, 0 all. `capability` as in grouped.tile_for.
     """
     n = q.shape[0]
     n_kv, dim, dim_v = k.shape[1], k.shape[3], v.shape[3]
-    check("q", q, torch.float32, n, n_head * dim)
-    check("out", out, torch.float32, n, n_head * dim_v)
+    check_rows("q", q, n, n_head * dim)
+    check_rows("out", out, n, n_head * dim_v)
     check("k", k, k.dtype, k.shape[0], n_kv, PAGE, dim)
     check("v", v, k.dtype, k.shape[0], n_kv, PAGE, dim_v)
     check("table", table, torch.int32, len(table))
@@ -149,8 +151,8 @@ def attend_chunk(
     if n:
         launch(
             attend_chunk_kernel,
-            (triton.cdiv(n, m), n_head, 1),
-            (q, k, v, table, out, n, start, scale, n_kv),
+            (ceil_div(n, m), n_head, 1),
+            (q, k, v, table, out, n, start, scale, n_kv, q.stride(0), out.stride(0)),
             (n_head, n_head // n_kv, dim, d, dim_v, dv, m, block, window, softcap, capability == 0),
             warps,
             stages,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels.checks import check, next_power_of_2
+from freetoken.kernels.fast_launch import launch
 from freetoken.kernels.functions import exp
 from freetoken.kernels.launch import options, wait
 from freetoken.kernels.sums import fold8, sigmoid, sum_exp
@@ -94,8 +95,10 @@ def route(
     normalise: bool = True,
     scale: float = 1.0,
     bias: torch.Tensor | None = None,
+    is_step: bool = True,
 ) -> None:
-    """Ids int32 and weights fp32 [n, k] of the chosen experts in rank order, from logits fp32 [n, n_expert]."""
+    """Ids int32 and weights fp32 [n, k] of the chosen experts in rank order, from logits fp32 [n, n_expert].
+    Not `is_step`: in a prompt, where the host's time for a launch counts and nothing is captured."""
     n, n_expert = logits.shape
     k = ids.shape[1]
     check("logits", logits, torch.float32, n, n_expert)
@@ -106,6 +109,11 @@ def route(
     if not 0 < k <= min(n_expert, MAX_USED):
         raise ValueError(f"{k} of {n_expert} experts cannot be chosen, at most {MAX_USED}")
     block = max(next_power_of_2(n_expert), 32)
+    warps = max(block // 512, 1)
+    if not is_step:
+        constants = (n_expert, block, k, max(next_power_of_2(k), 8), GATES[gate], normalise, scale != 1.0, False)
+        launch(route_kernel, (n, 1, 1), (logits, bias, ids, weights, scale), constants, warps)
+        return
     route_kernel[(n,)](
         logits,
         bias,
@@ -119,6 +127,6 @@ def route(
         GATE=GATES[gate],
         NORMALISE=normalise,
         HAS_SCALE=scale != 1.0,
-        num_warps=max(block // 512, 1),
+        num_warps=warps,
         **options(logits),
     )
