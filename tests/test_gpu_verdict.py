@@ -153,7 +153,7 @@ def test_a_lone_cc_is_named_for_triton(monkeypatch: Patch, tmp_path: pathlib.Pat
 def test_the_cache_folder(monkeypatch: Patch, tmp_path: pathlib.Path) -> None:
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setenv("TRITON_HOME", str(tmp_path))
-    assert verdict._cache_folder() == tmp_path / ".triton" / "cache" and verdict._cache_problem() == ""
+    assert verdict.cache_folder() == tmp_path / ".triton" / "cache" and verdict._cache_problem() == ""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
     assert "file" in verdict._cache_problem()
