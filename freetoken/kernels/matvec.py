@@ -337,7 +337,7 @@ def _shape(kernel: str, type_id: int, tokens: int) -> _Shape:
     width = TYPE_CLASS[type_id]
     is_grid = type_id in _GRIDS
     if type_id in _DECODED:
-        return _Shape(ROWS, 1, 2 if kernel == "dense" and tokens > 1 else 1)
+        return _Shape(ROWS, 1, min(tokens, 4) if kernel == "dense" else 1)
     if width == 0:
         return _Shape(1, 1)
     if kernel == "dense" and tokens > 1:

@@ -29,17 +29,20 @@ def unrolled(type_id):
 @triton.jit
 def decoded_products(TYPE: tl.constexpr, w, n_blocks, row0, rows, x, table, stride, token0, tokens, N: tl.constexpr,
                      T: tl.constexpr, R: tl.constexpr, WAITS: tl.constexpr):  # fmt: skip
-    """Products [R, T] of rows of N blocks from row0 on with unquantised rows of x. Tiles have the axes [T, R, 4, 4]."""
+    """Products [R, T] of rows of N blocks from row0 on with unquantised rows of x. Tiles have the axes [R, 4, T, 4].
+
+    `run` goes through a minimum for the reason that `matvec_tiles.inside` tells.
+    """
     W: tl.constexpr = block_size(TYPE)
     first = tl.minimum(row0 + tl.arange(0, R), rows - 1)[:, None, None].to(tl.int64) * N
     start1 = plane(0, n_blocks, field_size(TYPE, 0))
     start2 = plane(start1, n_blocks, field_size(TYPE, 1))
-    token = (token0 + tl.minimum(tl.arange(0, T), tokens - 1))[:, None, None, None]
-    x_at = x + token * stride + 0 * tl.arange(0, R)[None, :, None, None]
-    run = tl.arange(0, 4)[None, :, None]
+    token = (token0 + tl.minimum(tl.arange(0, T), tokens - 1))[None, None, :, None]
+    x_at = x + token * stride + 0 * tl.arange(0, R)[:, None, None, None]
+    run = tl.minimum(tl.arange(0, 4), 3)[None, :, None]
     i = tl.arange(0, 4)[None, None, :]
-    low = tl.zeros([T, R, 4, 4], tl.float32)
-    high = tl.zeros([T, R, 4, 4], tl.float32)
+    low = tl.zeros([R, 4, T, 4], tl.float32)
+    high = tl.zeros([R, 4, T, 4], tl.float32)
     wait(WAITS)
     for b in tl.range(0, N, loop_unroll_factor=unrolled(TYPE)):
         f0 = w + (first + b) * field_size(TYPE, 0)
@@ -47,13 +50,16 @@ def decoded_products(TYPE: tl.constexpr, w, n_blocks, row0, rows, x, table, stri
         f2 = w + start2 + (first + b) * field_size(TYPE, 2)
         for s in tl.static_range(W // 32):
             c = 4 * s + run
-            at = x_at + b * W + (8 * c + i)[None, :, :, :]
+            at = x_at + b * W + (8 * c + i)[:, :, None, :]
             n = eight_values(TYPE, f0, f1, f2, f2, f2, c, i, table, False)
-            low += n[None, :, :, :] * tl.load(at)
+            low += n[:, :, None, :] * tl.load(at)
             n = eight_values(TYPE, f0, f1, f2, f2, f2, c, 4 + i, table, False)
-            high += n[None, :, :, :] * tl.load(at + 4)
-    pairs = tl.sum(tl.reshape(low, [T, R, 2, 2, 4]), axis=2)
-    low = tl.sum(pairs, axis=2)
-    pairs = tl.sum(tl.reshape(high, [T, R, 2, 2, 4]), axis=2)
-    fours = low + tl.sum(pairs, axis=2)
-    return tl.trans(tl.sum(tl.sum(tl.reshape(fours, [T, R, 2, 2]), axis=2), axis=2))
+            high += n[:, :, None, :] * tl.load(at + 4)
+    fours = runs_sum(low, R, T) + runs_sum(high, R, T)
+    return tl.sum(tl.sum(tl.reshape(fours, [R, T, 2, 2]), axis=2), axis=2)
+
+
+@triton.jit
+def runs_sum(lanes, R: tl.constexpr, T: tl.constexpr):
+    """The sum over four runs, [R, T, 4]: that of the first and third, and of the second and fourth."""
+    return tl.sum(tl.sum(tl.reshape(lanes, [R, 2, 2, T, 4]), axis=1), axis=1)
