@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from freetoken.gguf import open_model
-from freetoken.gpu.place import Placement, make_plan
+from freetoken.gpu.experts import GpuExperts
+from freetoken.gpu.place import Placement, _why_not, make_plan
 from freetoken.options import EngineOptions
+from freetoken.quants import GgmlType
 from freetoken.runner import Runner
 from freetoken.spec import read_spec
 from tools import tiny_models
@@ -76,3 +78,31 @@ def test_first_layers_on_the_cpu(n_gpu_layers: int, tmp_path: Path) -> None:
         want, got = cpu.prefill(a, prompt), gpu.prefill(b, prompt)
         assert want is not None and got is not None
         assert np.abs(got - want).max() < 0.01 * want.std()
+
+
+CODES = ("IQ1_S", "IQ1_M", "NVFP4")  # no integer form; (3 * layer + i) mod 3: gate IQ1_S, up IQ1_M, down NVFP4, ...
+
+
+@pytest.fixture
+def codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A mixture whose matrices are all of such types."""
+    monkeypatch.setattr(tiny_models, "MIXED_CYCLE", CODES)
+    return tiny_models.write(tmp_path / "m.gguf", "qwen3moe", file_type="mixed", **SMALL)  # type: ignore[arg-type]
+
+
+def test_types_without_an_integer_form_stay_quantised(codes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is made ready, and not run."""
+    monkeypatch.setattr(GpuExperts, "load_residents", lambda self: None)
+    with open_model(codes) as file:
+        assert _why_not(file, read_spec(file)) == ""
+    with both(codes) as (_, gpu):
+        assert gpu.gpu is not None and gpu.gpu.experts is not None
+        gpu.gpu.decoder.program(2, 2, 5)
+        kinds = {matrix.type for matrix, _ in gpu.gpu._weights._parts.values()}
+        assert kinds == {GgmlType[name] for name in CODES} | {GgmlType.F32}  # routers
+
+
+@pytest.mark.slow
+def test_steps_of_types_without_an_integer_form(codes: Path) -> None:
+    with both(codes) as (cpu, gpu):
+        same_steps(cpu, gpu, (1,))
