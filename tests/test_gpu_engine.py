@@ -80,14 +80,15 @@ def test_first_layers_on_the_cpu(n_gpu_layers: int, tmp_path: Path) -> None:
         assert np.abs(got - want).max() < 0.01 * want.std()
 
 
-CODES = ("IQ1_S", "IQ1_M", "NVFP4")  # no integer form; (3 * layer + i) mod 3: gate IQ1_S, up IQ1_M, down NVFP4, ...
+CODES = ("IQ1_S", "TQ1_0", "NVFP4")
+"""Types of gate, up and down, and of the others by turns."""
 
 
 @pytest.fixture
 def codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A mixture whose matrices are all of such types."""
     monkeypatch.setattr(tiny_models, "MIXED_CYCLE", CODES)
-    return tiny_models.write(tmp_path / "m.gguf", "qwen3moe", file_type="mixed", **SMALL)  # type: ignore[arg-type]
+    return tiny_models.write(tmp_path / "m.gguf", "qwen3moe", file_type="mixed", **SMALL | {"n_layer": 1})  # type: ignore[arg-type]
 
 
 def test_types_without_an_integer_form_stay_quantised(codes: Path, monkeypatch: pytest.MonkeyPatch) -> None:

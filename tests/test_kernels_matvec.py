@@ -160,7 +160,7 @@ MIXES = [  # gate, up, down, n_ff, activation; wide hidden rows are slow to inte
     (Type.F16, Type.F16, Type.Q6_K, 256, 0),
     (GgmlType.IQ1_S, GgmlType.IQ1_S, GgmlType.NVFP4, 64, 0),
     (GgmlType.IQ2_XXS, GgmlType.IQ1_M, GgmlType.F16, 16, 1),
-    (GgmlType.TQ1_0, GgmlType.F16, GgmlType.F16, 4, 0),
+    (GgmlType.TQ1_0, GgmlType.F16, GgmlType.F16, 2, 0),
 ]
 
 

@@ -2,8 +2,8 @@
 
 A function takes, for each field of its type (kernels.layout), pointers `f0`... to it in each block [B, 1, 1];
 `c` [1, C, 1], the number of the eight within the block, and `i` [1, 1, 8], 0 to 7 (or some of them); and the type's
-table. What a block or a run of eight has in common is worked out on the narrow shapes, once for all eight. Bytes are loaded one by one in
-the text; neighbours become wide loads where Triton knows how they are aligned.
+table. What a block or a run of eight has in common is worked out on the narrow shapes, once for all eight. Bytes are
+loaded one by one in the text; neighbours become wide loads where Triton knows how they are aligned.
 """
 
 from __future__ import annotations

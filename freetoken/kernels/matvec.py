@@ -1,8 +1,8 @@
 """Matrix-vector products of a decode step: dense matrices for up to 8 tokens, and experts in slots, one row a pair.
 
 Bits are those of docs/numerics.md, sections 3 and 4, for every type of ggml that weights have. Matrices lie as `layout`
-says, activations as `activations` says (float weights and types without an integer form take plain fp32 rows). A row belongs to lanes of
-one warp, so no sum crosses a barrier; a thread loads the activation once for all of its rows.
+says, activations as `activations` says (float weights and types without an integer form take plain fp32 rows). A row
+belongs to lanes of one warp, so no sum crosses a barrier; a thread loads the activation once for all of its rows.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ TYPE_CLASS: dict[int, int] = {
     **dict.fromkeys(map(int, _CLASS_32), 32),
     **dict.fromkeys(map(int, _CLASS_256), 256),
 }
-"""Type -> class of its activation (0: plain fp32 rows); types that are not here have no kernel."""
+"""Type -> class of its activation (0: plain fp32 rows); types that are not here (ggml's own for activations, integers)
+have no kernel."""
 
 
 PARTS: dict[int, int] = {
