@@ -14,11 +14,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from freetoken import native
+from freetoken.beside import beside
 from freetoken.errors import (
     ContextExceededError,
     DeviceLostError,
@@ -106,8 +108,10 @@ class Slot:
 class Engine:
     """Loads a model in its own thread and serves requests from it; see `request.Generator` for what others may use."""
 
-    def __init__(self, model: ModelOptions, options: EngineOptions, tokenizer: Tokenizer | None = None) -> None:
-        """`tokenizer` is the model's, where the caller has read it already."""
+    def __init__(
+        self, model: ModelOptions, options: EngineOptions, tokenizer: Tokenizer | Future[Tokenizer] | None = None
+    ) -> None:
+        """`tokenizer` is the model's, where the caller has read it already, or begun to."""
         self._tokenizer_given = tokenizer
         self._model_options = model
         self._options = options
@@ -224,16 +228,17 @@ class Engine:
         started = time.monotonic()
         self._file: ModelFile = open_model(self._model_options.path)
         self._spec: ModelSpec = read_spec(self._file)
-        self._load_progress = 0.2
-        self._tokenizer = self._tokenizer_given or Tokenizer(self._file.shards[0].path, self._file.metadata)
-        self._load_progress = 0.4
+        self._load_progress = 0.1
+        tokenizer = self._tokenizer_given or beside("vocabulary", self._read_vocabulary)
         total = self._options.n_ctx or self._spec.n_ctx_train
         n_ctx = total if self._options.n_parallel <= 0 else max(total // self.n_slots, 1)
         self._runner = Runner(self._file, self._spec, self._options, n_ctx=n_ctx, n_sequences=self.n_slots)
+        self._load_progress = 0.4
         self._n_ctx = self._runner.n_ctx
         self._slots = [Slot(i, self._runner.new_sequence()) for i in range(self.n_slots)]
-        self._load_progress = 0.8
-        self._runner.warm_up()
+        self._load_progress = 0.5
+        self._runner.warm_up(self._warmed)
+        self._tokenizer = tokenizer.result() if isinstance(tokenizer, Future) else tokenizer
         self._load_progress = 1.0
         logger.info(
             "%s: %d slots of %d tokens, %d threads, %s kernels, weights ready in %.2f s",
@@ -245,9 +250,18 @@ class Engine:
             time.monotonic() - started,
         )
 
+    def _read_vocabulary(self) -> Tokenizer:
+        return Tokenizer(self._file.shards[0].path, self._file.metadata)
+
+    def _warmed(self, done: float) -> None:
+        self._load_progress = 0.5 + 0.5 * done
+
     def _step(self) -> None:
         """One round: new requests, one prefill chunk, one decode step."""
-        self._receive(block=not self._waiting and all(s.request is None for s in self._slots))
+        is_idle = not self._waiting and all(s.request is None for s in self._slots)
+        if is_idle and self._inbox.empty() and self._runner.warm_more(lambda: not self._inbox.empty()):
+            return  # one at a time: a request waits for no more than that
+        self._receive(block=is_idle)
         self._drop_cancelled()
         self._admit()
         self._seat()
@@ -426,6 +440,7 @@ class Engine:
         sampler.accept(token)
         if slot.n_decoded == 0:
             slot.first_token = time.monotonic()
+            logger.debug("first token %.3f s after its request came to a slot", slot.first_token - slot.started)
         slot.n_decoded += 1
         slot.todo = [token]
         if self._tokenizer.is_eog(token) and not request.params.ignore_eos:

@@ -55,6 +55,7 @@ __all__ = [
     "cpu_quota",
     "experts_scratch_bytes",
     "has_many",
+    "library",
     "physical_cores",
     "physical_cpus",
     "set_variant",
@@ -128,6 +129,15 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ft_pool_create": (_PTR, [_INT, _PTR, _INT]),
     "ft_pool_destroy": (None, [_PTR]),
     "ft_pool_threads": (_INT, [_PTR]),
+    "ft_meeting_create": (_PTR, [_PTR, _INT, _PTR]),
+    "ft_meeting_destroy": (None, [_PTR]),
+    "ft_meeting_set": (_INT, [_PTR, _INT, _PTR, _INT]),
+    "ft_meeting_expect": (_INT, [_PTR, _PTR, _INT]),
+    "ft_meeting_pending": (_INT, [_PTR]),
+    "ft_meeting_failure": (_INT, [_PTR, _PTR]),
+    "ft_meeting_release": (None, [_PTR]),
+    "ft_meeting_reset": (_INT, [_PTR]),
+    "ft_meeting_slow_down": (None, [_PTR, ctypes.c_double]),
     "ft_run": (_INT, [_PTR, _PTR, _INT]),
     "ft_attn_scratch_bytes": (_I64, [_INT, _INT, _INT, _I64, _INT]),
     "ft_experts_scratch_bytes": (_I64, [_INT, _INT, _I64, _I64, _INT]),
@@ -162,7 +172,7 @@ def _find_library() -> Path:
 
 
 @functools.lru_cache(maxsize=1)
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
     """The loaded and checked library. Raises EngineError when it is missing or from another version."""
     path = _find_library()
     try:
@@ -203,17 +213,17 @@ def _is_usable(library: ctypes.CDLL, name: str) -> bool:
 
 def variant() -> str:
     """The kernels in use: "avx2", "portable", ..."""
-    return str(_library().ft_variant().decode())
+    return str(library().ft_variant().decode())
 
 
 def set_variant(name: str) -> None:
     """Force a set of kernels for the whole process; "auto" restores the choice. Raises EngineError where it cannot."""
-    _force(_library(), name)
+    _force(library(), name)
 
 
 def cpu_features() -> str:
     """Instruction sets of this processor that matter here, separated by spaces."""
-    return str(_library().ft_cpu_features().decode())
+    return str(library().ft_cpu_features().decode())
 
 
 # --- types and sizes -------------------------------------------------------------------------------------------------
@@ -222,17 +232,17 @@ def cpu_features() -> str:
 @functools.lru_cache(maxsize=64)
 def type_class(type_id: int) -> int:
     """How a product with weights of this ggml type takes its activation: 32 or 256 quantised blocks, 0 fp32 rows."""
-    return int(_library().ft_type_class(type_id))
+    return int(library().ft_type_class(type_id))
 
 
 def can_decode(type_id: int) -> bool:
     """Whether weights of a type can be used; registers ggml's decoder for a type that the library has none for."""
-    library = _library()
-    if not library.ft_can_decode(type_id):
+    loaded = library()
+    if not loaded.ft_can_decode(type_id):
         address = to_float_pointer(type_id)
         if address is not None:
-            library.ft_set_to_float(type_id, address)
-    return bool(library.ft_can_decode(type_id))
+            loaded.ft_set_to_float(type_id, address)
+    return bool(loaded.ft_can_decode(type_id))
 
 
 def copy_runs(function: int, runs: np.ndarray, stream: int) -> int:
@@ -240,29 +250,29 @@ def copy_runs(function: int, runs: np.ndarray, stream: int) -> int:
     on a stream. Returns 0, or its first other result."""
     if runs.dtype != np.uint64 or runs.ndim != 2 or runs.shape[1] != 3 or not runs.flags.c_contiguous:
         raise EngineError(f"runs to copy must be contiguous uint64 [n, 3], got {runs.dtype} {runs.shape}")
-    return int(_library().ft_copy_runs(function, runs.ctypes.data, len(runs), stream))
+    return int(library().ft_copy_runs(function, runs.ctypes.data, len(runs), stream))
 
 
 def has_many(type_id: int) -> bool:
     """Whether the kernels in use multiply many tokens by weights of a type: see `Pool.run_many`."""
-    return bool(_library().ft_many_has(type_id))
+    return bool(library().ft_many_has(type_id))
 
 
 def act_bytes(cls: int, n_cols: int, n_tokens: int) -> int:
     """Bytes of the quantised activations of n_tokens rows of n_cols values, a multiple of the class (32 or 256)."""
     if cls not in (32, 256) or n_cols % cls:
         raise EngineError(f"activation rows of {n_cols} values cannot be cut into blocks of class {cls}")
-    return int(_library().ft_act_bytes(cls, n_cols, n_tokens))
+    return int(library().ft_act_bytes(cls, n_cols, n_tokens))
 
 
 def attn_scratch_bytes(n_tokens: int, n_head: int, head_dim_v: int, max_positions: int, n_threads: int) -> int:
     """Bytes of OP_ATTENTION's scratch."""
-    return int(_library().ft_attn_scratch_bytes(n_tokens, n_head, head_dim_v, max_positions, n_threads))
+    return int(library().ft_attn_scratch_bytes(n_tokens, n_head, head_dim_v, max_positions, n_threads))
 
 
 def experts_scratch_bytes(n_tokens: int, k: int, d: int, ff: int, n_threads: int) -> int:
     """Bytes of OP_EXPERTS' scratch, 64-byte aligned."""
-    return int(_library().ft_experts_scratch_bytes(n_tokens, k, d, ff, n_threads))
+    return int(library().ft_experts_scratch_bytes(n_tokens, k, d, ff, n_threads))
 
 
 def aligned(n_bytes: int) -> np.ndarray:
@@ -288,7 +298,7 @@ class Pool:
         if cpus is not None and len(cpus) != n_threads:
             raise EngineError(f"{len(cpus)} CPUs were given for {n_threads} threads: give one for each, or none")
         numbers = None if cpus is None else (ctypes.c_int * n_threads)(*cpus)
-        self._handle: int | None = _library().ft_pool_create(n_threads, numbers, spin_us)
+        self._handle: int | None = library().ft_pool_create(n_threads, numbers, spin_us)
         if self._handle is None:
             raise EngineError(f"a pool of {n_threads} threads could not be started (CPUs: {cpus}, spin: {spin_us} us)")
         self.n_threads = n_threads
@@ -305,7 +315,7 @@ class Pool:
         """End the threads; harmless when repeated. No program may be running."""
         handle, self._handle = self._handle, None
         if handle is not None:
-            _library().ft_pool_destroy(handle)
+            library().ft_pool_destroy(handle)
 
     def dequantize(self, type_id: int, data: np.ndarray, out: np.ndarray) -> None:
         """Decode rows: uint8 data [rows, row_bytes] of a ggml type to fp32 out [rows, cols], both contiguous.
@@ -322,7 +332,7 @@ class Pool:
             return
         rows, cols = out.shape
         arguments = self.handle, type_id, data.ctypes.data, rows, cols, data.shape[1], out.ctypes.data
-        if not can_decode(type_id) or _library().ft_dequantize(*arguments) != 0:
+        if not can_decode(type_id) or library().ft_dequantize(*arguments) != 0:
             raise EngineError(f"weights of ggml type {type_id} cannot be decoded to {rows} x {cols} values")
 
     def run_many(
@@ -337,12 +347,12 @@ class Pool:
         op.i[: len(fields)] = fields
         for index, array in enumerate(arrays):
             op.p[index] = None if array is None else array.ctypes.data
-        library = _library()
-        n_bytes = library.ft_many_scratch_bytes(ctypes.byref(op))
+        loaded = library()
+        n_bytes = loaded.ft_many_scratch_bytes(ctypes.byref(op))
         if n_bytes > self._scratch.size:
             self._scratch = aligned(n_bytes)
         op.p[scratch_at] = self._scratch.ctypes.data
-        if n_bytes < 0 or library.ft_many_run(self.handle, ctypes.byref(op)) != 0:
+        if n_bytes < 0 or loaded.ft_many_run(self.handle, ctypes.byref(op)) != 0:
             raise EngineError(
                 f"operation {OP_NAMES[code]} over {n} tokens is malformed or lacks memory: fields {list(fields)}"
             )
@@ -352,7 +362,7 @@ class Pool:
         total = ctypes.c_uint64()
         if not data.flags.c_contiguous:
             raise EngineError("only contiguous bytes can be read")
-        if data.nbytes and _library().ft_read_bytes(self.handle, data.ctypes.data, data.nbytes, ctypes.byref(total)):
+        if data.nbytes and library().ft_read_bytes(self.handle, data.ctypes.data, data.nbytes, ctypes.byref(total)):
             raise EngineError(f"{data.nbytes} bytes could not be read by the native threads")
         return total.value
 
@@ -364,7 +374,7 @@ class Pool:
                 f"rows {data.shape} need contiguous fp32 results of as many values, got {y.dtype} {y.shape}"
             )
         arguments = self.handle, dot, n_cols, data.ctypes.data, size, rows, act.ctypes.data, y.ctypes.data
-        if _library().ft_call_rows(*arguments) != 0:
+        if library().ft_call_rows(*arguments) != 0:
             raise EngineError(f"rows of {n_cols} values could not be handed to ggml")
 
     def __enter__(self) -> Pool:
@@ -464,11 +474,16 @@ class Program:
                 return True
         return False
 
-    def run(self) -> None:
-        """Run all operations; the GIL is free meanwhile. Raises EngineError naming a malformed one (none ran then)."""
+    @property
+    def operations(self) -> ctypes.Array[Op]:
+        """The operations as an array of `ft_op`."""
         if self._array is None:
             self._array = (Op * len(self._ops))(*self._ops)
-        result = _library().ft_run(self._pool.handle, self._array, len(self._ops))
+        return self._array
+
+    def run(self) -> None:
+        """Run all operations; the GIL is free meanwhile. Raises EngineError naming a malformed one (none ran then)."""
+        result = library().ft_run(self._pool.handle, self.operations, len(self._ops))
         if result == 0:
             return
         index = -1 - result

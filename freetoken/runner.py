@@ -7,6 +7,7 @@ that raises leaves every sequence as it was.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListOf
 from typing import Any, Protocol
@@ -18,6 +19,8 @@ from freetoken.batch import Batch, Stopped
 from freetoken.cpu.decode import Decoder
 from freetoken.errors import OptionError
 from freetoken.gguf import ModelFile
+from freetoken.gpu import ahead
+from freetoken.gpu.driver import Device
 from freetoken.gpu.verdict import choose_device
 from freetoken.kvcache import KVCache, KVShape, Sequence, n_pages_for
 from freetoken.options import EngineOptions
@@ -55,6 +58,7 @@ class OnGpu(Protocol):
     n_chunk: int
     first_layer: int
     """Layers before it run on the CPU."""
+    plan: GpuPlan
 
     def run(self, batch: Batch, should_stop: Callable[[], bool] | None, hidden: np.ndarray | None = None) -> np.ndarray:
         """Logits fp32 [n_outputs, n_vocab]; `hidden` are the states behind the layers on the CPU. Raises Stopped."""
@@ -64,6 +68,12 @@ class OnGpu(Protocol):
 
     def launch(self, batch: Batch, chains: ListOf[Any], uniforms: ListOf[float], *, follows: bool) -> Launched:
         """Start a decode step that samples."""
+
+    def warm_up(self, on_progress: Callable[[float], None]) -> None:
+        """Run what makes the first requests quick."""
+
+    def warm_more(self, should_stop: Callable[[], bool]) -> bool:
+        """Run one more program ahead of need, if any is left: whether one was."""
 
     def close(self) -> None: ...
 
@@ -103,12 +113,15 @@ class Runner:
         self._file, self._numa = file, options.numa
         cpus = numa.place(options.numa)  # before weights are read
         self.n_ctx = n_ctx or options.n_ctx or spec.n_ctx_train
-        placement = placement or self._place(file, spec, options, n_sequences)
+        self._model = arch.build(file, spec)
+        card = None if placement is not None else choose_device(options)
+        start = None if card is None else ahead.begin(file, spec, card)
         self.n_threads = options.n_threads or native.physical_cores()
         self.n_threads_batch = options.n_threads_batch or self.n_threads
         self.n_chunk = options.n_chunk
-        self._model = arch.build(file, spec)
         self._pool = _pool(self.n_threads, cpus)
+        if card is not None and start is not None:
+            placement = self._place(file, spec, options, card, start, n_sequences)
         is_same = self.n_threads_batch == self.n_threads
         self._pool_batch = self._pool if is_same else _pool(self.n_threads_batch, cpus)
         self.gpu: OnGpu | None = None
@@ -120,7 +133,12 @@ class Runner:
                 self._decoder = Decoder(
                     self._pool, self._model, self.cache, n_pages_for(self.n_ctx), options.n_planes, n_layers=first
                 )
-            gpu: OnGpu = import_gpu().GpuModel(file, spec, options, self._model, placement, self._pool)
+            try:
+                gpu: OnGpu = import_gpu().GpuModel(file, spec, options, self._model, placement, self._pool)
+            except BaseException:
+                if start is not None:
+                    start.drop()
+                raise
             self.gpu, self.n_chunk = gpu, gpu.n_chunk
         else:
             n_pages = n_pages_for(self.n_ctx)
@@ -130,25 +148,43 @@ class Runner:
             self._decoder = Decoder(self._pool, self._model, self.cache, n_pages, options.n_planes)
         self._prefill: LongPass | None = None
 
-    def _place(self, file: ModelFile, spec: ModelSpec, options: EngineOptions, n_sequences: int) -> Placement | None:
-        card = choose_device(options)
-        if card is None:
-            return None
-        placed: Placement | None = import_gpu().place(file, spec, options, card, self.n_ctx, n_sequences)
+    def _place(
+        self,
+        file: ModelFile,
+        spec: ModelSpec,
+        options: EngineOptions,
+        card: Device,
+        start: ahead.Start,
+        n_sequences: int,
+    ) -> Placement | None:
+        placed: Placement | None = None
+        try:
+            placed = import_gpu().place(file, spec, options, card, self.n_ctx, n_sequences, start)
+        finally:
+            if placed is None:
+                start.drop()
         return placed
 
     def new_sequence(self) -> Sequence:
         """An empty sequence that the caller keeps, truncates for reuse, and releases."""
         return self.cache.new_sequence(self.n_ctx)
 
-    def warm_up(self) -> None:
-        """Run one token, so that the first request finds the program recorded and the weights read."""
-        sequence = self.new_sequence()
-        try:
-            self.decode([sequence], [0])
-        finally:
-            sequence.release()
+    def warm_up(self, on_progress: Callable[[float], None] = lambda done: None) -> None:
+        """Run one token, so that the first request finds the program recorded and the weights read. `on_progress` hears
+        how much of it is done, from 0 to 1."""
+        if self.gpu is not None:
+            self.gpu.warm_up(on_progress)
+        if self.gpu is None or self.gpu.first_layer:
+            sequence = self.new_sequence()
+            try:
+                self.decode([sequence], [0])
+            finally:
+                sequence.release()
         numa.tell_places(self._numa, [shard.mapping for shard in self._file.shards])
+
+    def warm_more(self, should_stop: Callable[[], bool]) -> bool:
+        """While idle: prepare one more kind of request, if any is left: whether one was. It may be stopped."""
+        return self.gpu is not None and self.gpu.warm_more(should_stop)
 
     def prefill(
         self,
@@ -215,6 +251,24 @@ class Runner:
         batch = Batch(np.asarray(tokens, np.int32), positions, [s.page_table for s in sequences], len(sequences))
         return self.gpu.launch(batch, chains, uniforms, follows=ahead > 0)
 
+    def follow(self, sequence: Sequence, tokens: ListOf[int]) -> None:
+        """Append tokens one by one, each in a decode step of its own, for measuring: a GPU samples in each and has the
+        next step before it ends, as it has when the engine generates."""
+        if self.gpu is None or self.gpu.first_layer:
+            for token in tokens:
+                self.decode([sequence], [token])
+            return
+        sequence.reserve(len(tokens))
+        chains, under_way = [import_gpu().GREEDY], deque[Launched]()
+        for position, token in enumerate(tokens, len(sequence)):
+            batch = Batch(np.array([token], np.int32), np.array([position], np.int32), [sequence.page_table], 1)
+            under_way.append(self.gpu.launch(batch, chains, [0.0], follows=False))
+            if len(under_way) == 2:
+                under_way.popleft().wait()
+        for step in under_way:
+            step.wait()
+        sequence.extend(tokens)
+
     def close(self) -> None:
         """Free the GPU and end the threads. The runner must not be used afterwards."""
         if self.gpu is not None:
@@ -263,10 +317,8 @@ class Runner:
 
 
 def import_gpu() -> Any:
-    """`freetoken.gpu.model`, which comes with torch and triton: imported where a GPU may be used."""
-    from freetoken.gpu import model
-
-    return model
+    """`freetoken.gpu.model`, which comes with torch and triton: imported where a GPU may be used, waited for here."""
+    return ahead.modules().result()
 
 
 def import_prefill() -> Callable[..., LongPass]:

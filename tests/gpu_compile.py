@@ -1,36 +1,23 @@
-"""Compiles Triton kernels ahead of time, without a GPU, for the architectures that we support."""
+"""Compiles Triton kernels ahead of time, without a GPU, for the architectures that we support.
+
+The work is done by two processes that stay: under TRITON_INTERPRET=1 a kernel cannot be compiled, and importing torch
+and triton takes longer than most kernels.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import multiprocessing
 import os
-import subprocess
-import sys
+from concurrent.futures import ProcessPoolExecutor
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 120)
 """Compute capabilities, as major * 10 + minor."""
 QUICK = (75, 90)
 """Those compiled in the default tests."""
-
-_CODE = """
-import importlib, sys, triton
-MAX_SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-module, name, signature, constexprs, divisible, warps, stages, archs = eval(sys.argv[1])
-kernel = getattr(importlib.import_module(module), name)
-attrs = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in divisible}
-for arch in archs:
-    if "IS_CHAINED" in kernel.arg_names:
-        constexprs = constexprs | {"IS_CHAINED": arch >= 90}
-    signature = signature | dict.fromkeys(constexprs, "constexpr")
-    signature = {n: signature[n] for n in kernel.arg_names}
-    source = ASTSource(kernel, signature, {(kernel.arg_names.index(n),): v for n, v in constexprs.items()}, attrs)
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
-    limit = MAX_SHARED[arch] * 1024
-    done = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    assert done.asm["cubin"] and done.metadata.shared <= limit, done.metadata.shared
-    print(done.asm["ptx"])
-"""
+MAX_SHARED_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
+N_PROCESSES = 2
 
 
 def compile_kernel(
@@ -46,11 +33,52 @@ def compile_kernel(
 ) -> str:
     """PTX of a kernel for all of `archs`; raises where one does not compile or wants more shared memory than there is.
 
-    `signature` has types as Triton writes them ("*i32", "i64"), `divisible` arguments that are multiples of 16. In a
-    process of its own: under TRITON_INTERPRET=1 a kernel cannot be compiled.
+    `signature` has types as Triton writes them ("*i32", "i64"), `divisible` arguments that are multiples of 16. A
+    kernel that may start before the one ahead has ended is compiled so for cards that can (`kernels.launch`).
     """
-    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    spec = repr((module, name, signature, constexprs, divisible, warps, stages, archs))
-    done = subprocess.run([sys.executable, "-c", _CODE, spec], env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    pool = _processes()
+    spec = module, name, signature, constexprs, divisible, warps, stages
+    return "".join(each.result(timeout=170) for each in [pool.submit(_compile, arch, *spec) for arch in archs])
+
+
+@functools.cache
+def _processes() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(N_PROCESSES, multiprocessing.get_context("spawn"), _leave_the_interpreter)
+
+
+def _leave_the_interpreter() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+
+
+def _compile(
+    arch: int,
+    module: str,
+    name: str,
+    signature: dict[str, str],
+    constexprs: dict[str, object],
+    divisible: tuple[str, ...],
+    warps: int,
+    stages: int,
+) -> str:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(importlib.import_module(module), name)
+    options: dict[str, object] = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
+    if "IS_CHAINED" in kernel.arg_names:
+        constexprs = constexprs | {"IS_CHAINED": arch >= 90}
+        options["launch_pdl"] = arch >= 90
+    types = signature | dict.fromkeys(constexprs, "constexpr")
+    at = {argument: (i,) for i, argument in enumerate(kernel.arg_names)}
+    source = ASTSource(
+        kernel,
+        {argument: types[argument] for argument in at},
+        {at[argument]: value for argument, value in constexprs.items()},
+        {at[argument]: [["tt.divisibility", 16]] for argument in divisible},
+    )
+    done = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    assert done.asm["cubin"], "no machine code"
+    shared = done.metadata.shared / 1024
+    assert shared <= MAX_SHARED_KIB[arch], f"{shared} KiB of shared memory on sm_{arch}"
+    return str(done.asm["ptx"])

@@ -1,14 +1,12 @@
 """What tests of Triton kernels share: bits compared with the reference, activations read back.
 
-Import it before anything that imports triton: it turns the interpreter on, unless FREETOKEN_TEST_DEVICE names a device
-to run the same tests on ("cuda"). Tensors that tests make without naming a device are made there.
+FREETOKEN_TEST_DEVICE names a device to run these tests on ("cuda") instead of Triton's interpreter, which conftest.py
+turns on. Tensors that tests make without naming a device are made there.
 """
 
 from __future__ import annotations
 
 import os
-
-os.environ["TRITON_INTERPRET"] = "0" if os.environ.get("FREETOKEN_TEST_DEVICE") else "1"
 
 import numpy as np
 import torch

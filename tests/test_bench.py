@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from freetoken.cli import bench
+from freetoken.gguf import open_model
+from freetoken.gpu.place import make_plan
+from freetoken.options import EngineOptions
+from freetoken.runner import Runner
+from freetoken.spec import read_spec
 from tools import tiny_models
 
 
@@ -35,6 +43,32 @@ def test_bench_json_has_llama_bench_fields(model_path: Path) -> None:
         assert row["avg_ts"] == pytest.approx(sum(row["samples_ts"]) / 3, rel=1e-3)
         assert row["stddev_ts"] >= 0
         assert row["avg_ns"] > 0
+
+
+def test_bench_rows_of_a_gpu(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers as they ran, the head among them, and llama-bench's column for them."""
+    options = EngineOptions(n_threads=1, n_ctx=64)
+    with open_model(model_path) as file:
+        spec = read_spec(file)
+        runner = Runner(file, spec, dataclasses.replace(options, n_gpu_layers=0), n_ctx=64)
+        on_cpu = bench.result_row(file, spec, options, runner, 0, 16, 0, [1000])
+        plan = make_plan(file, spec, options, 1 << 30, 64, 1)
+        runner.gpu = SimpleNamespace(plan=plan, close=lambda: None)  # type: ignore[assignment]
+        on_gpu = bench.result_row(file, spec, options, runner, 0, 16, 0, [1000])
+        runner.close()
+    assert (on_cpu.backends, on_cpu.n_gpu_layers, on_cpu.gpu_info) == ("CPU", 0, "")
+    assert (on_gpu.backends, on_gpu.n_gpu_layers) == ("CUDA", spec.n_layer + 1)
+    bench.write([on_cpu], "md")
+    bench.write([on_gpu], "md")
+    heads = [line for line in capsys.readouterr().out.splitlines() if "backend" in line]
+    assert "threads" in heads[0] and "ngl" in heads[1] and "threads" not in heads[1]
+
+
+def test_bench_takes_the_flags_of_a_gpu(model_path: Path) -> None:
+    flags = ["-ngl", 0, "--moe-backend", "offload", "--moe-cache-rate", 0.5, "--memory-ratio", 0.8]
+    done = ft("bench", "-m", model_path, "-p", 9, "-n", 0, "-r", 1, "-o", "json", *flags)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)[0]["n_gpu_layers"] == 0
 
 
 def test_bench_table_and_csv(model_path: Path) -> None:

@@ -71,6 +71,20 @@ CASES: dict[str, Case] = {
         | {"HAS_SCALE": False},
         1,
     ),
+    "embedding": (
+        "embed",
+        "row_starts_kernel",
+        {"tokens": INTS, "starts": "*i64", "per_row": "i32", "rows": "i32", "n": "i32"},
+        {"BLOCK": 8},
+        4,
+    ),
+    "scale": (
+        "scale",
+        "scale_kernel",
+        {"x": FLOATS, "y": FLOATS, "factor": "fp32", "cap": "fp32", "n": "i32"},
+        {"HAS_CAP": True, "BLOCK": 1024},
+        4,
+    ),
     "argmax": (
         "sampler",
         "argmax_kernel",
@@ -96,7 +110,7 @@ def test_compiles(case: Case) -> None:
     check(case, QUICK[:1])
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_compiles_for_all(case: Case) -> None:
     check(case, ARCHITECTURES)

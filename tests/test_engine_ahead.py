@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+import time
 from collections.abc import Sequence as ListOf
 from pathlib import Path
 from typing import Any
@@ -189,3 +191,58 @@ def test_a_lost_device_ends_the_engine(path: Path, monkeypatch: pytest.MonkeyPat
 
 def answer_of(made: Engine, params: SamplingParams) -> tuple[list[int], str]:
     return answers(made, [Request(prompt=[5, 9, 11], params=params)])[0]
+
+
+class WarmingRunner(Runner):
+    """Has programs to run ahead of need; each looks whether somebody waits."""
+
+    n_left = 0
+    stops: list[bool]
+
+    def warm_more(self, should_stop: Any) -> bool:
+        cls = type(self)
+        if not cls.n_left:
+            return False
+        cls.n_left -= 1
+        cls.stops.append(should_stop())
+        cls.between()
+        return True
+
+    @classmethod
+    def between(cls) -> None:
+        """What happens while a program runs."""
+
+
+def test_programs_ahead_of_need_run_one_by_one_while_idle(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "Runner", WarmingRunner)
+    monkeypatch.setattr(WarmingRunner, "n_left", 6)
+    monkeypatch.setattr(WarmingRunner, "stops", [], raising=False)
+    begun, go = threading.Event(), threading.Event()
+
+    def between() -> None:
+        begun.set()
+        go.wait(10)
+
+    monkeypatch.setattr(WarmingRunner, "between", between)
+    made = engine(path)
+    try:
+        assert begun.wait(10)
+        request = Request(prompt=[5, 9, 11], params=GREEDY)
+        made.submit(request)
+        go.set()
+        done: list[int] = []
+        while True:
+            event = request.events.get(timeout=60)
+            if isinstance(event, TokenEvent) and not done:
+                done.append(WarmingRunner.n_left)
+            if isinstance(event, DoneEvent):
+                break
+        assert done == [5], "the request waited for one program only"
+        for _ in range(200):
+            if not WarmingRunner.n_left:
+                break
+            time.sleep(0.01)
+        assert WarmingRunner.n_left == 0 and not any(WarmingRunner.stops), "the rest came when it was over"
+    finally:
+        go.set()
+        made.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from kernel_bits import DEVICE, tensor  # isort: skip
-
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gpu_compile import ARCHITECTURES, QUICK, compile_kernel
+from kernel_bits import DEVICE, tensor
 from test_sampler import Words
 
 from freetoken.gpu.chain import DeviceParams, device_chain
@@ -317,7 +316,7 @@ def test_kernels_compile_for_gpus() -> None:
     check_compiles(151936, QUICK)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_kernels_compile_for_every_gpu() -> None:
     for n_vocab in (3000, 128256, 262144):
         check_compiles(n_vocab, ARCHITECTURES)

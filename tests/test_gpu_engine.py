@@ -1,8 +1,9 @@
-"""The GPU engine under Triton's interpreter: the bits of the CPU engine, slots and fills included, and its loop."""
+"""The GPU engine under Triton's interpreter: the bits of the CPU engine, slots and fills included.
+
+Programs compute more rows than on a card, which no bit depends on: what the interpreter takes its time for is programs.
+"""
 
 from __future__ import annotations
-
-import kernel_bits  # noqa: F401  isort: skip
 
 import dataclasses
 from collections.abc import Iterator
@@ -11,27 +12,38 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 
 from freetoken.gguf import open_model
 from freetoken.gpu.experts import GpuExperts
 from freetoken.gpu.place import Placement, _why_not, make_plan
+from freetoken.kernels import matvec
 from freetoken.options import EngineOptions
 from freetoken.quants import GgmlType
 from freetoken.runner import Runner
 from freetoken.spec import read_spec
 from tools import tiny_models
+from tools.random_blocks import random_rows
 
 N_CTX = 300
-SMALL = {"n_layer": 2, "n_vocab": 264}
+N_VOCAB = 264
+FEW_EXPERTS = {"n_expert": 6, "n_used": 2, "n_ff_exp": 32}
+
+
+@pytest.fixture(autouse=True)
+def wide_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matvec, "_shape", lambda kernel, type_id, tokens: matvec._Shape(128, 1))
 
 
 @contextmanager
-def both(path: Path, **options: object) -> Iterator[tuple[Runner, Runner]]:
-    """A runner on the CPU and one whose device is the interpreter."""
-    wishes = EngineOptions(**{"n_threads": 1, "n_ctx": N_CTX, "n_gpu_layers": -2, **options})  # type: ignore[arg-type]
+def both(path: Path, n_slots: int = 0, n_gpu_layers: int = -2) -> Iterator[tuple[Runner, Runner]]:
+    """A runner on the CPU and one whose device is the interpreter, with so few slots where a number is given."""
+    wishes = EngineOptions(n_threads=1, n_ctx=N_CTX, n_gpu_layers=n_gpu_layers)
     with open_model(path) as file:
         spec = read_spec(file)
         plan = make_plan(file, spec, wishes, 1 << 30, N_CTX, 3)
+        if n_slots:
+            plan = dataclasses.replace(plan, backend="offload", n_slots=(n_slots,))
         on_cpu = Runner(file, spec, dataclasses.replace(wishes, n_gpu_layers=0), n_ctx=N_CTX, n_sequences=3)
         on_gpu = Runner(file, spec, wishes, n_ctx=N_CTX, n_sequences=3, placement=Placement("cpu", plan))
         try:
@@ -41,39 +53,74 @@ def both(path: Path, **options: object) -> Iterator[tuple[Runner, Runner]]:
             on_gpu.close()
 
 
-def same_steps(cpu: Runner, gpu: Runner, batches: tuple[int, ...]) -> None:
+def same_steps(cpu: Runner, gpu: Runner, prompts: tuple[int, ...], batches: tuple[int, ...]) -> None:
     """Logits of the same tokens, bit by bit: a short prompt of each sequence, then steps of several."""
     rng = np.random.default_rng(1)
-    a, b = ([runner.new_sequence() for _ in range(max(batches))] for runner in (cpu, gpu))
-    for n, (x, y) in enumerate(zip(a, b, strict=True), 2):
-        tokens = rng.integers(3, 264, n).tolist()
+    a, b = ([runner.new_sequence() for _ in prompts] for runner in (cpu, gpu))
+    for n, x, y in zip(prompts, a, b, strict=True):
+        tokens = rng.integers(3, N_VOCAB, n).tolist()
         want, got = cpu.prefill(x, tokens), gpu.prefill(y, tokens)
         assert want is not None and got is not None
         np.testing.assert_array_equal(got.view(np.int32), want.view(np.int32))
     for n in batches:
-        tokens = rng.integers(3, 264, n).tolist()
+        tokens = rng.integers(3, N_VOCAB, n).tolist()
         want, got = cpu.decode(a[:n], tokens), gpu.decode(b[:n], tokens)
         np.testing.assert_array_equal(got.view(np.int32), want.view(np.int32))
 
 
-@pytest.mark.parametrize(
-    ("arch", "file_type"), [("llama", "Q8_0"), ("gemma3", "Q4_0"), ("qwen2moe", "Q8_0"), ("olmoe", "F16")]
-)
-def test_steps_have_the_bits_of_the_cpu(arch: str, file_type: str, tmp_path: Path) -> None:
-    path = tiny_models.write(tmp_path / "m.gguf", arch, file_type=file_type, **SMALL)  # type: ignore[arg-type]
+def test_a_mixture_whose_experts_take_turns(tmp_path: Path) -> None:
+    path = tiny_models.write(
+        tmp_path / "m.gguf", "qwen2moe", file_type="Q8_0", n_layer=2, n_vocab=N_VOCAB, **FEW_EXPERTS
+    )
+    with both(path, n_slots=7) as (cpu, gpu):
+        same_steps(cpu, gpu, (2, 1), (2,))
+        counters = gpu.expert_counters()
+    assert counters is not None
+    hits, misses, fills, n_on_cpu, _ = counters.sum(axis=0).tolist()
+    assert hits > 0 and misses == fills > 7, "more were filled than there are slots"
+    assert n_on_cpu == 0
+
+
+def test_steps_that_follow_a_text(tmp_path: Path) -> None:
+    """Each is launched before the one ahead has ended, with the text's token instead of the sampled one."""
+    path = tiny_models.write(tmp_path / "m.gguf", "qwen3", file_type="F16", n_layer=1, n_vocab=N_VOCAB)
     with both(path) as (cpu, gpu):
-        same_steps(cpu, gpu, (1,))
+        logits = []
+        for runner in (cpu, gpu):
+            sequence = runner.new_sequence()
+            runner.follow(sequence, [5, 9, 7])
+            assert sequence.tokens == [5, 9, 7]
+            logits.append(runner.decode([sequence], [11]))
+        np.testing.assert_array_equal(logits[0].view(np.int32), logits[1].view(np.int32))
+
+
+CASES = [("llama", "Q4_1"), ("gemma3", "Q4_0"), ("olmoe", "F16")]
+
+
+@pytest.mark.parametrize(("arch", "file_type"), CASES)
+def test_steps_have_the_bits_of_the_cpu(arch: str, file_type: str, tmp_path: Path) -> None:
+    path = tiny_models.write(tmp_path / "m.gguf", arch, file_type=file_type, n_layer=1, n_vocab=N_VOCAB)
+    with both(path) as (cpu, gpu):
+        same_steps(cpu, gpu, (3,), (1,))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_gpu_layers", [1, 2])
+@pytest.mark.parametrize("arch", tiny_models.ARCHITECTURES)
+@pytest.mark.parametrize("file_type", ["F32", "Q8_0", "mixed"])
+def test_steps_of_every_architecture(arch: str, file_type: str, tmp_path: Path) -> None:
+    path = tiny_models.write(tmp_path / "m.gguf", arch, file_type=file_type, n_layer=2, n_vocab=N_VOCAB)
+    with both(path) as (cpu, gpu):
+        same_steps(cpu, gpu, (8, 7, 5), (3, 1, 2))
+
+
+@pytest.mark.parametrize("n_gpu_layers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_first_layers_on_the_cpu(n_gpu_layers: int, tmp_path: Path) -> None:
     """-ngl counts the head first: 1 is the head alone, 2 the last layer too."""
-    path = tiny_models.write(tmp_path / "m.gguf", "qwen3", file_type="F16", **SMALL)  # type: ignore[arg-type]
+    path = tiny_models.write(tmp_path / "m.gguf", "qwen3", file_type="F16", n_layer=2, n_vocab=N_VOCAB)
     with both(path, n_gpu_layers=n_gpu_layers) as (cpu, gpu):
         assert gpu.gpu is not None and gpu.gpu.first_layer == 3 - n_gpu_layers
-        same_steps(cpu, gpu, (1,))
-        prompt = np.random.default_rng(2).integers(3, 264, 60).tolist()
+        same_steps(cpu, gpu, (3,), (1,))
+        prompt = np.random.default_rng(2).integers(3, N_VOCAB, 60).tolist()
         a, b = cpu.new_sequence(), gpu.new_sequence()
         want, got = cpu.prefill(a, prompt), gpu.prefill(b, prompt)
         assert want is not None and got is not None
@@ -86,9 +133,20 @@ CODES = ("IQ1_S", "TQ1_0", "NVFP4")
 
 @pytest.fixture
 def codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A mixture whose matrices are all of such types."""
+    """A mixture whose matrices are all of such types, those of IQ1_S random: ggml takes long to quantise the first."""
+
+    def quantise(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+        if kind.name != "IQ1_S":
+            return made(values, kind)
+        *rows, cols = values.shape
+        raw = random_rows(np.random.default_rng(values.size), kind, int(np.prod(rows)), cols, float(values.std()))
+        return raw.reshape(*rows, -1)
+
+    made = tiny_models.quantise
+    monkeypatch.setattr(tiny_models, "quantise", quantise)
     monkeypatch.setattr(tiny_models, "MIXED_CYCLE", CODES)
-    return tiny_models.write(tmp_path / "m.gguf", "qwen3moe", file_type="mixed", **SMALL | {"n_layer": 1})  # type: ignore[arg-type]
+    sizes = FEW_EXPERTS | {"n_ff_exp": 256}
+    return tiny_models.write(tmp_path / "m.gguf", "qwen3moe", file_type="mixed", n_layer=1, n_vocab=N_VOCAB, **sizes)
 
 
 def test_types_without_an_integer_form_stay_quantised(codes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,5 +163,5 @@ def test_types_without_an_integer_form_stay_quantised(codes: Path, monkeypatch: 
 
 @pytest.mark.slow
 def test_steps_of_types_without_an_integer_form(codes: Path) -> None:
-    with both(codes) as (cpu, gpu):
-        same_steps(cpu, gpu, (1,))
+    with both(codes, n_slots=4) as (cpu, gpu):
+        same_steps(cpu, gpu, (2,), (1,))

@@ -13,7 +13,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "freetoken"
 ROWS = [
     ["__init__", "errors"],
-    ["options", "cores", "numa"],
+    ["options", "cores", "numa", "beside"],
     ["quants", "gguf"],
     ["spec", "tokenizer", "chat", "stops"],
     ["request", "batch"],
@@ -28,8 +28,8 @@ ROWS = [
     ["cli", "__main__"],
 ]
 ROW_OF = {name: i for i, names in enumerate(ROWS) for name in names}
-LATE_IMPORTS = (("runner", "cpu"), ("runner", "gpu"))
-"""torch, by the first long prompt, or where there is a GPU; commands import the engine once the port is open."""
+LATE_IMPORTS = (("runner", "cpu"),)
+"""torch, by the first long prompt; commands import the engine once the port is open."""
 
 
 def module_files() -> list[pathlib.Path]:

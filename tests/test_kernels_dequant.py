@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
-
 import numpy as np
 import pytest
 import torch
@@ -136,7 +132,20 @@ def test_kernels_compile(kind: GgmlType) -> None:
     assert "st.global.v4" in ptx and "fma.rn.f32" not in ptx
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize("kind", [t for t in TYPES if not is_float(t)], ids=lambda t: t.name)
 def test_kernels_compile_everywhere(kind: GgmlType) -> None:
     compiled(kind, ARCHITECTURES)
+
+
+@pytest.mark.compile
+def test_plain_numbers_compile_everywhere() -> None:
+    """As rows of an embedding are decoded, and as matrices of a prompt are."""
+    for kind, out, firsts in ((0, "*fp32", "*i64"), (1, "*fp16", None), (2, "*fp16", None)):
+        signature = {"addresses": "*i64", "out": out, "first_value": "i32", "n_values": "i32"}
+        signature |= {} if firsts is None else {"firsts": firsts}
+        numbers: dict[str, object] = {"TYPE": kind, "N": 4096, "ALIGN": 16}
+        numbers |= {"firsts": None} if firsts is None else {}
+        pointers = tuple(name for name, t in signature.items() if t[0] == "*")
+        module = "freetoken.kernels.dequant"
+        compile_kernel(module, "convert_kernel", signature, numbers, divisible=pointers, archs=ARCHITECTURES)

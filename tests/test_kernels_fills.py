@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from kernel_bits import DEVICE, array, tensor  # isort: skip
-
 import contextlib
 import mmap
 import pathlib
@@ -16,6 +14,7 @@ import torch
 from gguf_files import N_EXPERT as GGUF_EXPERTS
 from gguf_files import tiny_keys, tiny_tensors, write
 from gpu_compile import ARCHITECTURES, QUICK, compile_kernel
+from kernel_bits import DEVICE, array, tensor
 
 from freetoken import quants
 from freetoken.experts.bank import LayerBanks, expert_banks
@@ -165,7 +164,7 @@ def test_kernel_compiles_to_wide_loads() -> None:
     assert ptx.count("st.global.v4.b32") >= 4 * len(QUICK)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_kernel_compiles_everywhere() -> None:
     compile_fill(ARCHITECTURES)
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import pytest
@@ -195,6 +192,31 @@ def compile_attention(dim: int, arch: int) -> str:
     )  # fmt: skip
 
 
+F, H, N = "*fp32", "*fp16", "i32"
+ROWS: dict[str, tuple[dict[str, str], dict[str, object]]] = {  # at the widths of Qwen3-30B-A3B
+    "halve_kernel": ({"x": F, "out": H, "scale": F, "rows": N}, {"N": 2048, "R": 1, "BLOCK": 2048}),
+    "rms_norm_kernel": (
+        {"x": F, "weight": F, "out": F, "rows": N, "eps": "fp32"},
+        {"N": 2048, "W": 2048, "R": 1},
+    ),
+    "rotate_kernel": (
+        {"x": F, "table": F},
+        {"N_HEAD": 32, "HEAD_DIM": 128, "HALF": 64, "BLOCK_HALF": 64, "HEADS": 32, "IS_NEOX": True},
+    ),
+    "add_expert_rows_kernel": (
+        {"rows": F, "positions": "*i32", "weights": F, "y": F, "first": N, "end": N},
+        {"N": 2048, "K": 8, "BLOCK": 1024},
+    ),
+}
+
+
+def compile_rows(arch: int) -> None:
+    for name, (types, numbers) in ROWS.items():
+        pointers = tuple(argument for argument, t in types.items() if t[0] == "*")
+        place = "freetoken.kernels.prompt_rows"
+        compile_kernel(place, name, types, numbers, divisible=pointers, archs=(arch,))
+
+
 @pytest.mark.parametrize("arch", QUICK)
 def test_kernels_compile(arch: int) -> None:
     ptx = compile_product(tile_for(300, arch, is_double=True), (arch,), is_double=True)
@@ -202,7 +224,7 @@ def test_kernels_compile(arch: int) -> None:
     compile_attention(128, arch)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_compile_everywhere(arch: int) -> None:
     for n_rows in (8, 40, 80, 300):
@@ -210,3 +232,4 @@ def test_kernels_compile_everywhere(arch: int) -> None:
             compile_product(tile_for(n_rows, arch, is_double=is_double), (arch,), is_double=is_double)
     for dim in (64, 128, 256):
         compile_attention(dim, arch)
+    compile_rows(arch)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from kernel_bits import array, assert_same_bits, tensor  # isort: skip
-
 import numpy as np
 import pytest
 import torch
+from kernel_bits import array, assert_same_bits, tensor
 
 from freetoken import reference
 from freetoken.kernels.router import route

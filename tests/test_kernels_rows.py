@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from kernel_bits import DEVICE, array, assert_quantised, assert_same_bits, tensor  # isort: skip
-
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
+from kernel_bits import DEVICE, array, assert_quantised, assert_same_bits, tensor
 
 from freetoken import reference
 from freetoken.kernels.activations import empty_activation

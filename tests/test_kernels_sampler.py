@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from kernel_bits import array, tensor  # isort: skip
-
 import numpy as np
 import pytest
 import torch
+from kernel_bits import array, tensor
 
 from freetoken.kernels.sampler import argmax
 

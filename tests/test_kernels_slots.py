@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from kernel_bits import DEVICE, array, tensor  # isort: skip
-
 import numpy as np
 import pytest
 import torch
 from gpu_compile import ARCHITECTURES, QUICK, compile_kernel
+from kernel_bits import DEVICE, array, tensor
 
 from freetoken.experts.device import SlotCache
 from freetoken.experts.slots import Pool, SizeClass, SlotState, StepResult, size_classes
@@ -64,16 +63,18 @@ def check_sound(state: SlotState) -> None:
     assert len(np.unique(ticks)) == len(ticks) and ticks.max(initial=-1) < state.clock[0]
 
 
-def run(state: SlotState, steps: int, k: int, split: str, order: str, seed: int, max_tokens: int = 8) -> None:
+def run(
+    state: SlotState, steps: int, k: int, split: str, order: str, seed: int, max_tokens: int = 8, device: str = DEVICE
+) -> None:
     rng = np.random.default_rng(seed)
-    cache = SlotCache(state, DEVICE, split=SPLITS[split](max_tokens * k), fill_order=order)
+    cache = SlotCache(state, device, split=SPLITS[split](max_tokens * k), fill_order=order)
     table = SPLITS[split](max_tokens * k)
     layers = list(state.pool_of)
     for i in range(steps):
         n_tokens = int(rng.integers(1, max_tokens + 1))
         ids = route(rng, n_tokens, k, state.n_expert)
         layer = layers[i % len(layers)]
-        cache.step(layer, tensor(ids))
+        cache.step(layer, tensor(ids).to(device))
         check_step(cache, state.step(layer, ids, table, order), n_tokens, k)
         if i % 10 == 0 or i == steps - 1:
             check_state(cache, state)
@@ -201,7 +202,7 @@ def test_kernel_compiles() -> None:
     compile_step(QUICK, 16, 4096, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize(("block_n", "block_s", "warps"), [(16, 2048, 2), (128, 16384, 16)])
 def test_kernel_compiles_everywhere(block_n: int, block_s: int, warps: int) -> None:
     compile_step(ARCHITECTURES, block_n, block_s, warps)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 from pathlib import Path
-
-os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
 import gguf
 import numpy as np

@@ -1,20 +1,24 @@
-"""The GPU engine measured in this process: decode, prefill, first tokens, memory, and a hash of every step's logits.
+"""The GPU engine measured in this process: decode, prefill, first tokens, start, memory, a hash of all steps' logits.
 
-    python tools/bench_gpu.py -m MODEL.gguf --rates 0,0.37 [--parts decode,prefill,first,hash] [-r 7]
+    python tools/bench_gpu.py -m MODEL.gguf --rates 0,0.37 [--parts hash,first,prefill,decode,start] [-r 7]
 
 A rate is the share of experts in slots, 0 keeps them all on the GPU (fused). Decoding is one stream sampled at
-temperature 1 from all tokens after a random prompt; the roofline is the time of a step whose experts are all there plus
-the bytes that were missing at the copy engine's rate. Prints a table; `-r` repeats what is timed and takes the median.
+temperature 1 from all tokens after a text of the model's own; its roofline is the time of a step whose experts are all
+there (without sampling) plus the bytes that were missing at the copy engine's rate. The hash is taken when an engine is
+new and again after all other work, and once more in new engines at `--hash-rates`; all must be equal, or the exit
+status is 1. Prints a table; `-r` repeats what is timed and takes the median.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import hashlib
 import json
 import logging
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,12 +31,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from freetoken import native
 from freetoken.engine import Engine
+from freetoken.experts.pin import Rung
 from freetoken.options import EngineOptions, ModelOptions
 from freetoken.request import DoneEvent, ErrorEvent, Request, SamplingParams, TokenEvent
 from freetoken.runner import Runner
 
-PARTS = ("decode", "prefill", "first", "hash")
+PARTS = ("hash", "first", "prefill", "decode", "start")
+HASH = "hash of logits"
 SAMPLED = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
 
 
@@ -50,9 +57,10 @@ class Row:
 @contextmanager
 def engine_at(path: Path, rate: float, n_ctx: int, n_threads: int) -> Iterator[Engine]:
     """An engine that has loaded the model, its experts' slots at a rate."""
-    options = EngineOptions(n_ctx=n_ctx, n_threads=n_threads, n_gpu_layers=-2, moe_cache_rate=rate)
-    if rate:
-        options = dataclasses.replace(options, moe_backend="offload")
+    backend = "offload" if rate else "auto"
+    options = EngineOptions(
+        n_ctx=n_ctx, n_threads=n_threads, n_gpu_layers=-2, moe_cache_rate=rate, moe_backend=backend
+    )  # fmt: skip
     engine = Engine(ModelOptions(path), options)
     engine.start()
     engine.wait_ready()
@@ -60,6 +68,10 @@ def engine_at(path: Path, rate: float, n_ctx: int, n_threads: int) -> Iterator[E
         yield engine
     finally:
         engine.close()
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def runner_of(engine: Engine) -> Runner:
@@ -77,9 +89,9 @@ class Answer:
     tokens: list[int]
 
 
-def ask(engine: Engine, prompt: list[int], params: SamplingParams) -> Answer:
-    """Run one request to its end."""
-    request = Request(prompt=prompt, params=params)
+def ask(engine: Engine, prompt: list[int], params: SamplingParams, *, cache_prompt: bool = True) -> Answer:
+    """Run one request to its end; without `cache_prompt` nothing of it is in the KV cache."""
+    request = Request(prompt=tuple(prompt), params=params, cache_prompt=cache_prompt)
     started = time.perf_counter()
     engine.submit(request)
     first = last = 0.0
@@ -114,12 +126,31 @@ def copy_rate() -> float:
             device[at : at + (1 << 26)].copy_(host[at : at + (1 << 26)], non_blocking=True)
         torch.cuda.synchronize()
         best = max(best, len(host) / (time.perf_counter() - started) / 1e9)
+    del host, device
+    torch.cuda.empty_cache()  # what is kept would be missing in the engine's plan
     return best
 
 
-def step_of_hits(engine: Engine, n_positions: int) -> float:
-    """Milliseconds of a step whose experts all have slots: the last one again and again."""
-    program = runner_of(engine).gpu.decoder.program(1, 1, n_positions, is_sampled=True)  # type: ignore[union-attr]
+def dram_rate(n_threads: int) -> float:
+    """GB/s at which the native threads read host memory."""
+    host = np.ones(1 << 30, np.uint8)
+    with native.Pool(n_threads or native.physical_cores()) as pool:
+        best = 0.0
+        for _ in range(4):
+            started = time.perf_counter()
+            pool.read(host)
+            best = max(best, len(host) / (time.perf_counter() - started) / 1e9)
+    return best
+
+
+def step_of_hits(engine: Engine, tokens: list[int]) -> float:
+    """Milliseconds of a step behind these tokens whose experts all have slots: the same one again and again, which
+    samples nothing, or its token would bring other experts."""
+    runner = runner_of(engine)
+    sequence = runner.new_sequence()
+    runner.prefill(sequence, tokens, want_logits=False)
+    runner.decode([sequence], [tokens[-1]])
+    program = runner.gpu.decoder.program(1, 1, len(tokens) + 1)  # type: ignore[union-attr]
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for _ in range(3):
         program.replay()
@@ -128,6 +159,7 @@ def step_of_hits(engine: Engine, n_positions: int) -> float:
         program.replay()
     end.record()
     torch.cuda.synchronize()
+    sequence.release()
     return float(begin.elapsed_time(end)) / 20
 
 
@@ -156,7 +188,7 @@ def decode(engine: Engine, name: str, args: argparse.Namespace, rate_gbs: float)
         n = len(answer.tokens) - 1
         if i < 0 or n < 1:
             continue
-        hits_ms = hits_ms or step_of_hits(engine, args.prompt + args.tokens)
+        hits_ms = hits_ms or step_of_hits(engine, prompt + answer.tokens)
         ms = 1e3 * answer.rest_s / n
         speeds.append(1e3 / ms)
         hit_rates.append(found[0] / max(found[0] + found[1], 1))
@@ -174,15 +206,34 @@ def decode(engine: Engine, name: str, args: argparse.Namespace, rate_gbs: float)
 
 
 def prefill(engine: Engine, name: str, args: argparse.Namespace) -> list[Row]:
-    """Tokens a second of a long prompt."""
+    """Tokens a second of a long prompt, and of one that finds all slots empty."""
     rng = np.random.default_rng(6)
     params = SamplingParams(n_predict=1, temperature=0.0)
-    times = []
-    for _ in range(args.repetitions + 1):
-        prompt = rng.integers(300, args.vocab, args.long).tolist()
-        times.append(ask(engine, prompt, params).first_s)
+
+    def timed(before: Callable[[Engine], object]) -> list[float]:
+        times = []
+        for _ in range(args.repetitions + 1):
+            before(engine)
+            prompt = rng.integers(300, args.vocab, args.long).tolist()
+            times.append(ask(engine, prompt, params, cache_prompt=False).first_s)
+        return times
+
+    times = timed(lambda engine: None)
     speed = args.long / statistics.median(times[1:])
-    return [Row(name, f"prefill of {args.long}", speed, "tok/s", f"first {times[0]:.1f} s")]
+    rows = [Row(name, f"prefill of {args.long}", speed, "tok/s", f"first {times[0]:.1f} s")]
+    if counters(engine).any():
+        speed = args.long / statistics.median(timed(empty_slots)[1:])
+        rows.append(Row(name, f"prefill of {args.long}, empty slots", speed, "tok/s"))
+    return rows
+
+
+def empty_slots(engine: Engine) -> None:
+    """Make all experts leave their slots."""
+    experts = runner_of(engine).gpu.experts  # type: ignore[union-attr]
+    for pool in experts.state.pools:
+        experts.cache.reserve(pool, 0, pool.n)
+        experts.cache.release(pool, 0, pool.n)
+    torch.cuda.synchronize()
 
 
 def first(engine: Engine, name: str, args: argparse.Namespace) -> list[Row]:
@@ -192,7 +243,7 @@ def first(engine: Engine, name: str, args: argparse.Namespace) -> list[Row]:
     for i in range(args.repetitions + 1):
         prompt = own_text(engine, 64, 100 + i, args.vocab)
         own_text(engine, 64, 200 + i, args.vocab)  # another topic has the slots
-        short.append(ask(engine, prompt, params).first_s)
+        short.append(ask(engine, prompt, params, cache_prompt=False).first_s)
         one.append(ask(engine, [*prompt, 700], params).first_s)
     return [
         Row(name, "first token after 64", 1e3 * statistics.median(short[1:]), "ms"),
@@ -213,48 +264,105 @@ def logits_hash(engine: Engine, name: str, args: argparse.Namespace) -> list[Row
         digest.update(runner.decode(sequences[:n], rng.integers(300, args.vocab, n).tolist()).tobytes())
     for sequence in sequences:
         sequence.release()
-    return [Row(name, "hash of logits", 0, digest.hexdigest()[:16])]
+    return [Row(name, HASH, 0, digest.hexdigest()[:16])]
 
 
-def memory(engine: Engine, name: str) -> Row:
-    """GPU memory beyond weights, slots and keys and values."""
-    plan = runner_of(engine).gpu.plan  # type: ignore[union-attr]
+def memory(engine: Engine, name: str) -> list[Row]:
+    """GPU memory beyond weights, slots and keys and values; this process's memory, and whether experts are copied."""
+    gpu = runner_of(engine).gpu
+    plan = gpu.plan  # type: ignore[union-attr]
     free, _ = torch.cuda.mem_get_info()
     planned = plan.dense_bytes + plan.slots_bytes + plan.kv_bytes
     peak = f"allocated at most {torch.cuda.max_memory_allocated() / 1e6:.0f} MB"
-    return Row(name, "GPU memory beyond the plan's parts", (plan.free_bytes - free - planned) / 1e6, "MB", peak)
+    rows = [Row(name, "GPU memory beyond the plan's parts", (plan.free_bytes - free - planned) / 1e6, "MB", peak)]
+    sizes = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.endswith("kB"):
+            key, value = line.split(":")
+            sizes[key] = int(value.split()[0]) * 1024 / 1e6
+    rows.append(Row(name, "resident, of the mapped file", sizes["RssFile"], "MB"))
+    rows.append(Row(name, "resident, all else", sizes["RssAnon"] + sizes["RssShmem"], "MB"))
+    locked = f"VmLck; VmPin {sizes.get('VmPin', 0):.0f}"
+    rows.append(Row(name, "locked", sizes["VmLck"], "MB", locked))
+    pinned = gpu._pinned  # type: ignore[union-attr]
+    if pinned is not None:
+        in_place, copied = (pinned.n_bytes(rung) / 1e6 for rung in (Rung.IN_PLACE, Rung.COPIED))
+        rows.append(Row(name, "experts locked in place", in_place, "MB", f"copied {copied:.0f}"))
+    return rows
+
+
+def start(args: argparse.Namespace, rate: float, name: str) -> list[Row]:
+    """Seconds from `ft serve` to the first token, in processes of their own."""
+    flags = ["-ngl", "all", "-c", str(args.ctx)]
+    flags += ["--moe-backend", "offload", "--moe-cache-rate", str(rate)] if rate else []
+    flags += ["-t", str(args.threads)] if args.threads else []
+    tool = Path(__file__).with_name("first_token.py")
+    command = [sys.executable, str(tool), "-m", str(args.model), "-r", str(min(args.repetitions, 3)), "--", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stderr[-2000:], file=sys.stderr)
+        return [Row(name, "ft serve to the first token", float("nan"), "s", "failed")]
+    text = done.stdout.strip().splitlines()[-1]
+    return [Row(name, "ft serve to the first token", float(text.split()[3]), "s", text)]
 
 
 def run(args: argparse.Namespace) -> list[Row]:
     rate_gbs = copy_rate()
-    rows: list[Row] = []
+    rows = [
+        Row("", "copies to the GPU, pinned (B_P)", rate_gbs, "GB/s"),
+        Row("", "host memory read", dram_rate(args.threads), "GB/s"),
+    ]
+    show(rows)
     parts: dict[str, Callable[[Engine, str], list[Row]]] = {
         "hash": lambda e, name: logits_hash(e, name, args),
         "first": lambda e, name: first(e, name, args),
         "prefill": lambda e, name: prefill(e, name, args),
         "decode": lambda e, name: decode(e, name, args, rate_gbs),
     }
+
+    def add(more: list[Row]) -> None:
+        show(more)
+        rows.extend(more)
+
+    has_hash = "hash" in args.parts
     for rate in args.rates:
-        name = f"{100 * rate:g}%" if rate else "all"
+        name = name_of(rate)
         started = time.perf_counter()
         with engine_at(args.model, rate, args.ctx, args.threads) as engine:
-            rows.append(Row(name, "loaded", time.perf_counter() - started, "s"))
+            add([Row(name, "loaded", time.perf_counter() - started, "s")])
             for part in (p for p in parts if p in args.parts):
-                rows += parts[part](engine, name)
-                show(rows[-1:])
-            rows.append(memory(engine, name))
+                add(parts[part](engine, name))
+            if has_hash and len(args.parts) > 1:
+                add(logits_hash(engine, name, args))
+            add(memory(engine, name))
+            del engine
+        if "start" in args.parts:
+            add(start(args, rate, name))
+    for rate in args.hash_rates if has_hash else ():
+        with engine_at(args.model, rate, args.ctx, args.threads) as engine:
+            add(logits_hash(engine, name_of(rate), args))
+            del engine
     return rows
 
 
+def name_of(rate: float) -> str:
+    return f"{100 * rate:g}%" if rate else "all"
+
+
 def show(rows: list[Row]) -> None:
+    """Lines of a table as in docs/benchmarks.md."""
     for row in rows:
-        print(f"| {row.rate:>5} | {row.what:34} | {row.value:10.2f} {row.unit:16} | {row.note}", flush=True)
+        value = row.note if row.what == HASH else f"{row.value:.2f} {row.unit}"
+        print(f"| {row.rate:>5} | {row.what:34} | {value:>20} | {'' if row.what == HASH else row.note} |", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", type=Path, required=True)
     parser.add_argument("--rates", type=lambda text: [float(part) for part in text.split(",")], default=[0.0, 0.37])
+    parser.add_argument(
+        "--hash-rates", type=lambda text: [float(part) for part in text.split(",") if part], default=[0.37, 0.2, 0.1]
+    )
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
     parser.add_argument("-r", "--repetitions", type=int, default=7)
     parser.add_argument("-t", "--threads", type=int, default=0)
@@ -267,12 +375,15 @@ def main() -> int:
     parser.add_argument("-v", "--verbose", action="store_true")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(message)s")
-    rows = run(args)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    show(rows)
+    print(f"| in slots | {'what':31} | {'value':>20} | note |\n| --- | --- | --- | --- |")
+    rows = run(args)
     if args.json:
         args.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
-    return 0
+    hashes = {row.note for row in rows if row.what == HASH}
+    if len(hashes) > 1:
+        print(f"the logits differ: {len(hashes)} hashes", file=sys.stderr)
+    return int(len(hashes) > 1)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Seconds from starting `ft serve` to the first token of a request that is sent at once and repeated until it is taken.
 
-python tools/first_token.py -m model.gguf [-r 5]
+python tools/first_token.py -m model.gguf [-r 5] [--phases] [-- FLAGS OF ft serve]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import socket
 import statistics
 import subprocess
@@ -14,11 +15,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 RETRY_S = 0.01
-GIVE_UP_S = 60.0
+GIVE_UP_S = 300.0
+"""The very first start on a card compiles its kernels."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,11 @@ def first_line_of_stream(port: int) -> bytes:
         return bytes(answer.readline())
 
 
-def start(path: Path) -> Started:
+def start(path: Path, flags: Sequence[str] = ()) -> Started:
     """Start a server and wait for its first token. RuntimeError where it ends or does not answer."""
     port = free_port()
     started = time.monotonic()
-    command = [sys.executable, "-m", "freetoken", "serve", "-m", str(path), "--port", str(port), "-c", "512"]
+    command = [sys.executable, "-m", "freetoken", "serve", "-m", str(path), "--port", str(port), "-c", "512", *flags]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     saw_loading = False
     while time.monotonic() - started < GIVE_UP_S:
@@ -70,18 +73,27 @@ def start(path: Path) -> Started:
     raise RuntimeError(f"no token within {GIVE_UP_S:.0f} s: {process.communicate()[1]}")
 
 
+def phases(log: str) -> list[str]:
+    """The lines that say what took how long."""
+    return [line for line in log.splitlines() if re.search(r" took |first token|listening| in [0-9.]+ s$", line)]
+
+
 def main() -> None:
     """Print the times of some starts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", type=Path, required=True)
     parser.add_argument("-r", "--repetitions", type=int, default=5)
+    parser.add_argument("--phases", action="store_true", help="print what the log says of each start's phases")
+    parser.add_argument("flags", nargs="*", help="for ft serve, after --")
     args = parser.parse_args()
     times = []
     for _ in range(args.repetitions):
-        server = start(args.model)
+        server = start(args.model, [*args.flags, *(["-v"] if args.phases else [])])
         server.process.terminate()
-        server.process.communicate()
+        _, log = server.process.communicate()
         times.append(server.seconds)
+        if args.phases:
+            print(f"first token after {server.seconds:.2f} s", *phases(log), sep="\n", flush=True)
     spread = f"{min(times):.2f} to {max(times):.2f}"
     print(f"first token after {statistics.median(times):.2f} s (median of {len(times)}, {spread})")
 

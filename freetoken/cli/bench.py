@@ -20,6 +20,7 @@ from freetoken.cli.flags import add_engine_flags, add_model_flags, engine_option
 from freetoken.cores import cpu_name
 from freetoken.errors import OptionError
 from freetoken.gguf import ModelFile, open_model
+from freetoken.gpu import driver
 from freetoken.options import EngineOptions
 from freetoken.runner import Runner
 from freetoken.spec import ModelSpec, read_spec
@@ -36,6 +37,7 @@ class Result:
 
     build_commit: str
     cpu_info: str
+    gpu_info: str
     backends: str
     model_filename: str
     model_type: str
@@ -120,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 def measure(
     runner: Runner, spec: ModelSpec, depth: int, n_prompt: int, n_gen: int, repetitions: int, *, warm_up: bool
 ) -> list[int]:
-    """Nanoseconds of each run of one test; tokens are random, as in llama-bench, and nothing is sampled."""
+    """Nanoseconds of each run of one test; tokens are random, as in llama-bench, whatever is sampled."""
     rng = np.random.default_rng(SEED)
     tokens = rng.integers(0, spec.n_vocab, depth + n_prompt + n_gen + 1).tolist()
     sequence = runner.new_sequence()
@@ -135,7 +137,7 @@ def measure(
         if n_prompt:
             work = lambda: runner.prefill(sequence, tokens[depth : depth + n_prompt])  # noqa: E731
         else:
-            work = lambda: [runner.decode([sequence], [tokens[depth + i]]) for i in range(n_gen)]  # noqa: E731
+            work = lambda: runner.follow(sequence, tokens[depth : depth + n_gen])  # noqa: E731
         started = time.perf_counter_ns()
         work()
         elapsed = time.perf_counter_ns() - started
@@ -160,7 +162,8 @@ def result_row(
     return Result(
         build_commit=__version__,
         cpu_info=cpu_name(),
-        backends="CPU",
+        gpu_info="" if runner.gpu is None else gpu_name(options),
+        backends="CPU" if runner.gpu is None else "CUDA",
         model_filename=str(model.shards[0].path),
         model_type=model_type(model, spec),
         model_size=sum(t.n_bytes for t in model.tensors.values()),
@@ -170,7 +173,7 @@ def result_row(
         n_threads=runner.n_threads,
         type_k=options.cache_type_k,
         type_v=options.cache_type_v,
-        n_gpu_layers=0,
+        n_gpu_layers=0 if runner.gpu is None else runner.gpu.plan.n_gpu_layers + 1,  # the head is one, as for -ngl
         n_prompt=n_prompt,
         n_gen=n_gen,
         n_depth=depth,
@@ -182,6 +185,11 @@ def result_row(
         samples_ns=samples,
         samples_ts=[round(s, 4) for s in speeds],
     )
+
+
+def gpu_name(options: EngineOptions) -> str:
+    """The card that the options name."""
+    return next((card.name for card in driver.find_devices() if card.index == options.gpu), "")
 
 
 def spread(values: list[int] | list[float]) -> float:
@@ -215,15 +223,16 @@ def write(results: list[Result], output: str) -> None:
 
 
 def write_table(results: list[Result]) -> None:
-    """llama-bench's Markdown table."""
-    head = ("model", "size", "params", "backend", "threads", "test", "t/s")
+    """llama-bench's Markdown table: it has threads, or on a GPU the layers there."""
+    is_on_gpu = any(r.n_gpu_layers for r in results)
+    head = ("model", "size", "params", "backend", "ngl" if is_on_gpu else "threads", "test", "t/s")
     rows = [
         (
             r.model_type,
             f"{r.model_size / 2**20:.2f} MiB" if r.model_size < 2**30 else f"{r.model_size / 2**30:.2f} GiB",
             f"{r.model_n_params / 1e6:.2f} M" if r.model_n_params < 1e9 else f"{r.model_n_params / 1e9:.2f} B",
             r.backends,
-            str(r.n_threads),
+            str(r.n_gpu_layers if is_on_gpu else r.n_threads),
             r.test,
             f"{r.avg_ts:.2f} ± {r.stddev_ts:.2f}",
         )

@@ -6,10 +6,7 @@ import argparse
 import contextlib
 import logging
 import sys
-import time
 from collections.abc import Iterator
-
-from tqdm import tqdm
 
 from freetoken.chat import ChatTemplate, load_template, prompt_tokens
 from freetoken.cli.flags import (
@@ -20,10 +17,11 @@ from freetoken.cli.flags import (
     model_options,
     sampling_params,
 )
+from freetoken.cli.loading import wait_while_loading
 from freetoken.engine import Engine
 from freetoken.errors import OptionError
 from freetoken.gguf import open_model
-from freetoken.request import DoneEvent, EngineState, ErrorEvent, Request, SamplingParams, Timings, TokenEvent
+from freetoken.request import DoneEvent, ErrorEvent, Request, SamplingParams, Timings, TokenEvent
 from freetoken.spec import read_architecture
 from freetoken.tokenizer import StreamDecoder, Tokenizer
 
@@ -85,11 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 def show_loading(engine: Engine) -> None:
     """A progress bar on a terminal until the engine is ready; raises what made loading fail."""
-    if sys.stderr.isatty():
-        with tqdm(total=100, desc="loading", leave=False, bar_format="{desc} {bar} {percentage:3.0f}%") as bar:
-            while engine.state is EngineState.LOADING:
-                bar.update(round(engine.load_progress * 100) - bar.n)
-                time.sleep(0.02)
+    wait_while_loading(engine)
     engine.wait_ready()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import math
 import os
@@ -10,14 +11,18 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from typing import Protocol
 
 from gguf import LlamaFileType
 
+from freetoken.beside import beside
 from freetoken.chat import load_template
 from freetoken.cli import flags
+from freetoken.cli.loading import wait_while_loading
 from freetoken.errors import FreeTokenError, ModelFileError
 from freetoken.gguf import ModelFile, open_model
+from freetoken.gpu.ahead import import_where_usable
 from freetoken.options import EngineOptions, ModelOptions
 from freetoken.request import EngineState, Generator
 from freetoken.server.app import build_app
@@ -31,7 +36,6 @@ __all__ = ["add_arguments", "run"]
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.01
 _GRACE_S = 1.0
 """How long stopping may take before the process ends without it."""
 
@@ -45,7 +49,8 @@ class _Engine(Generator, Protocol):
 
 
 class _Loader(threading.Thread):
-    """Imports the engine, loads the model, then imports torch; sets `stop` where one of them fails."""
+    """Reads the vocabulary beside the engine, which loads the model, then imports torch; sets `stop` where one of them
+    fails."""
 
     def __init__(self, state: ServerState, model: ModelOptions, engine: EngineOptions, stop: threading.Event) -> None:
         super().__init__(name="loader", daemon=True)
@@ -59,14 +64,17 @@ class _Loader(threading.Thread):
     def run(self) -> None:
         started = time.monotonic()
         try:
-            served = read_model(self._model)
+            import_where_usable(self._engine_options)
+            served = beside("vocabulary", functools.partial(read_model, self._model))
+            engine = make_engine(
+                self._model, self._engine_options, beside("tokenizer", lambda: served.result().tokenizer)
+            )
             if self._stop_event.is_set():
                 return
-            self.engine = make_engine(self._model, self._engine_options, served.tokenizer)
+            self.engine = engine
             self.engine.start()
-            self._state.attach(served, self.engine)
-            while self.engine.state is EngineState.LOADING and not self._stop_event.is_set():
-                time.sleep(_POLL_S)
+            self._state.attach(served.result(), self.engine)
+            wait_while_loading(self.engine, self._stop_event.is_set)
             if self.engine.state is EngineState.FAILED:
                 raise self.engine.failure or FreeTokenError("the engine failed to start")
             log.info("model loaded in %.2f s", time.monotonic() - started)
@@ -149,7 +157,7 @@ def ftype_name(file_type: int) -> str:
     return f"{stem} - {sizes[size]}" if size in sizes and stem.startswith("Q") else name
 
 
-def make_engine(model: ModelOptions, options: EngineOptions, tokenizer: Tokenizer) -> _Engine:
+def make_engine(model: ModelOptions, options: EngineOptions, tokenizer: Future[Tokenizer]) -> _Engine:
     """A late import: the port must be open before."""
     from freetoken.engine import Engine
 
@@ -157,7 +165,9 @@ def make_engine(model: ModelOptions, options: EngineOptions, tokenizer: Tokenize
 
 
 def import_torch() -> None:
-    """Beside the first requests: what long prompts need takes a second or two to import."""
+    """Beside the first requests: what long prompts need takes a second or two to import, unless a GPU needed it."""
+    if "torch" in sys.modules:
+        return
     from freetoken.runner import import_prefill
 
     import_prefill()
@@ -166,7 +176,7 @@ def import_torch() -> None:
 def close(state: ServerState, server: HttpServer, loader: _Loader) -> None:
     """End everything: the port, the running requests, the engine; what does not end in time is left behind."""
     log.info("stopping")
-    watchdog = threading.Timer(_GRACE_S, _leave, (0 if loader.failure is None else 1,))
+    watchdog = threading.Timer(_GRACE_S, _leave, (loader.failure,))
     watchdog.daemon = True
     watchdog.start()
     state.close()
@@ -178,8 +188,10 @@ def close(state: ServerState, server: HttpServer, loader: _Loader) -> None:
     watchdog.cancel()
 
 
-def _leave(exit_code: int) -> None:
+def _leave(failure: Exception | None) -> None:
     """End the process inside an import, a read of the file or a long answer; nothing of ours is left to save."""
+    if failure is not None:
+        print(f"ft: error: {failure}", file=sys.stderr)
     logging.shutdown()
     sys.stderr.flush()
-    os._exit(exit_code)
+    os._exit(0 if failure is None else 1)

@@ -15,7 +15,7 @@ from freetoken.kernels.bias import N_BIASES
 from freetoken.kernels.sampler import MAX_TOP_K, Mode
 from freetoken.sampler import Sampler
 
-__all__ = ["DeviceParams", "device_chain"]
+__all__ = ["GREEDY", "DeviceParams", "device_chain"]
 
 _ORDER = ("top_k", "top_p", "min_p", "temperature")
 _OFF_TOP_P = 2.0
@@ -46,6 +46,9 @@ class DeviceParams:
             tokens, values = self.biases
             row[0, : len(tokens)] = tokens
             row[1, : len(tokens)] = values.astype(np.float32).view(np.int32)
+
+
+GREEDY = DeviceParams(Mode.GREEDY)
 
 
 def device_chain(sampler: Sampler) -> DeviceParams | None:

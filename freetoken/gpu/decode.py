@@ -1,8 +1,9 @@
-"""Decode on the GPU: a forward pass of up to 8 tokens as one CUDA graph, captured on first use.
+"""Decode on the GPU: a forward pass of up to 8 tokens as one CUDA graph, captured on second use.
 
-There is a graph for each number of rows, of outputs, and for each size of context, since the attention's grid covers
-the longest context of its graph. On other devices (Triton's interpreter) the same launches run one by one. The
-arithmetic is docs/numerics.md's: logits have the bits of the CPU's.
+The first use launches one kernel after the other, which also loads those that are new: as fast as a capture, and a
+shape that comes once needs none. There is a graph for each number of rows, of outputs, and for each size of context,
+since the attention's grid covers the longest context of its graph. On other devices (Triton's interpreter) the same
+launches run one by one. The arithmetic is docs/numerics.md's: logits have the bits of the CPU's.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from freetoken.gpu.weights import DeviceWeights, weight_class
 from freetoken.kernels.activations import MAX_TOKENS, empty_activation, quantize
 from freetoken.kernels.attention import max_splits
 from freetoken.kernels.bias import add_biases
+from freetoken.kernels.compile_ahead import compile_ahead
 from freetoken.kernels.matvec import matvec
 from freetoken.kernels.sampler import SampleRoom, sample
 
@@ -46,12 +48,25 @@ class Shape:
     is_sampled: bool
 
 
-@dataclass(frozen=True)
 class Program:
-    """Launches with what they point at, and how to run them all."""
+    """Launches with what they point at. `replay` runs them all: one by one the first time, as a graph from the second
+    on where `is_cuda`."""
 
-    lowered: Lowering
-    replay: Callable[[], None]
+    def __init__(self, lowered: Lowering, *, is_cuda: bool) -> None:
+        self.lowered = lowered
+        self._is_cuda = is_cuda
+        self._has_run = False
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def replay(self) -> None:
+        if self._graph is None and (not self._is_cuda or not self._has_run):
+            for launch in self.lowered.launches:
+                launch()
+            self._has_run = True
+            return
+        if self._graph is None:
+            self._graph = capture(self.lowered.launches)
+        self._graph.replay()
 
 
 class Step:
@@ -137,6 +152,17 @@ class GpuDecoder:
             self._programs[shape] = self._make(shape)
         return self._programs[shape]
 
+    def try_out(self, n: int, *, is_sampled: bool = False, on_kernel: Callable[[int, int], None] | None = None) -> int:
+        """Run the program of a step of n rows that nobody asked for, so that the next one finds it made, its kernels
+        loaded and, the second time, its graph captured. `on_kernel` and what is returned are `compile_ahead`'s."""
+        program = self.program(n, n if is_sampled else 1, 1, is_sampled=is_sampled)
+        n_compiled = 0
+        if on_kernel is not None and self._is_cuda:
+            n_compiled = compile_ahead(program.lowered.launches, self._weights.device, on_kernel)
+        self._inputs.fill_trial(n)
+        program.replay()
+        return n_compiled
+
     def head_logits(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         """Logits of states that came from elsewhere: fp32 [n, rows] of x [n, cols], by the same arithmetic."""
         out = torch.empty((len(x), weight.rows), dtype=torch.float32, device=x.device)
@@ -170,19 +196,12 @@ class GpuDecoder:
             shape.n_positions,
             self._n_planes,
         )
+        self._weights.settle()  # only the first program uploads
+        if self._experts is not None:
+            self._experts.settle()
         if shape.is_sampled:
             lowered.launches.append(partial(self._sample, lowered.logits))
-        if not self._is_cuda:
-            return Program(lowered, partial(_run_all, lowered.launches))
-        sampled = self._inputs.tokens.clone()  # by a step under way, whose follower this program may be
-        self._inputs.fill_trial(shape.n)
-        _run_all(lowered.launches)  # compiles what is new, which a capture must not do
-        self._inputs.tokens.copy_(sampled)
-        torch.cuda.synchronize(self._weights.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            _run_all(lowered.launches)
-        return Program(lowered, graph.replay)
+        return Program(lowered, is_cuda=self._is_cuda)
 
     def _write_down(self, trace: Trace) -> None:
         if not self._first_layer:
@@ -222,6 +241,10 @@ class GpuDecoder:
         return host.numpy().copy()
 
 
-def _run_all(launches: list[Launch]) -> None:
-    for launch in launches:
-        launch()
+def capture(launches: list[Launch]) -> torch.cuda.CUDAGraph:
+    """All launches as one graph. They must have run before: a capture may not load a kernel. Waits for the device."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for launch in launches:
+            launch()
+    return graph

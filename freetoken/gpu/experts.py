@@ -125,7 +125,20 @@ class GpuExperts:
         return layer in self._first_slot
 
     def load_residents(self, on_layer: Callable[[int], None] | None = None) -> None:
-        """Fill the slots of complete layers; `on_layer` hears how many are done."""
+        """Fill the slots of complete layers on a stream of their own, beside the upload of other weights: `settle` must
+        come before their use. `on_layer` hears how many are launched."""
+        if self._side is None:
+            self._load_residents(on_layer)
+            return
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            self._load_residents(on_layer)
+
+    def settle(self) -> None:
+        """Let what is launched from now on come after the residents' copies."""
+        self._join()
+
+    def _load_residents(self, on_layer: Callable[[int], None] | None) -> None:
         every = torch.arange(self.n_expert, dtype=torch.int32, device=self._device)
         counts = torch.zeros(5, dtype=torch.int32, device=self._device)
         counts[3] = self.n_expert

@@ -108,9 +108,13 @@ class Inputs:
 
     def fill_trial(self, n: int) -> None:
         """Inputs of a run whose results nobody wants: it writes to the spare page."""
-        pages = np.full(self._max_pages, self._spare_page, np.int32)
         zeros = np.zeros(n, np.int32)
-        self.fill(Batch(zeros, zeros, [pages] * n, n))
+        self.fill(Batch(zeros, zeros, [self.spare_pages] * n, n))
+
+    @property
+    def spare_pages(self) -> np.ndarray:
+        """A page table of the spare page alone, int32 [max_pages]."""
+        return np.full(self._max_pages, self._spare_page, np.int32)
 
     def _upload_angles(self, block: int) -> None:
         for table, values, blocks in self._tables.values():

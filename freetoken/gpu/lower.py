@@ -48,6 +48,9 @@ class ExpertLaunches(Protocol):
     ) -> list[Launch]:
         """What writes rows fp32 [pairs, n_embd] for ids int32 [n, k]; x holds the input rows by class."""
 
+    def settle(self) -> None:
+        """Let what is launched from now on come after what the experts have begun."""
+
 
 @dataclass
 class State:
@@ -290,7 +293,8 @@ class Lowering:
         q, q_norm, table = _unwrapped(node.q)
         k, k_norm, _ = _unwrapped(node.k)
         v, _, _ = _unwrapped(node.v)
-        assert table is not None, "attention without a rotation"
+        if table is None:
+            raise NotImplementedError("attention without a rotation")
         rows = self._joined([q, k, v], node, with_bias=False)
         parts = [
             self._projection(x, linear, each)
@@ -374,11 +378,18 @@ def _unwrapped(node: t.Node) -> tuple[t.Linear, blocks.Norm | None, blocks.RopeT
 
 def _last_uses(nodes: list[t.Node]) -> dict[int, int]:
     """By node: the place in the list after which its rows are not read any more. What is not launched where it stands
-    reads its inputs when it is used itself."""
+    reads its inputs when it is used itself: a sum once, for its first user, anything else perhaps for each of them."""
+    read_at: dict[int, int] = {}
     last = {id(node): i for i, node in enumerate(nodes)}
+    users: dict[int, list[t.Node]] = {id(node): [] for node in nodes}
+    for node in nodes:
+        for each in node.inputs():
+            users[id(each)].append(node)
     for i in range(len(nodes) - 1, -1, -1):
         node = nodes[i]
-        used = i if _is_anchor(node) else max(i, last[id(node)])
-        for each in node.inputs():
-            last[id(each)] = max(last[id(each)], used)
+        times = [read_at[id(user)] for user in users[id(node)]] or [i]
+        when = min(times) if isinstance(node, t.Sum) else max(times)
+        read_at[id(node)] = i if _is_anchor(node) else when
+        tails = [last[id(user)] for user in users[id(node)] if isinstance(user, t.Tail)]  # rows of a tail are its own
+        last[id(node)] = max([i, *times, *tails])
     return last

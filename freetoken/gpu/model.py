@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
 
 import numpy as np
 import torch
@@ -14,12 +13,11 @@ import torch
 from freetoken import native
 from freetoken.batch import Batch
 from freetoken.blocks import Model
-from freetoken.errors import EngineError
 from freetoken.experts.bank import LayerBanks, expert_banks
-from freetoken.experts.pin import Pinned, Rung, pin_banks
+from freetoken.experts.pin import Pinned
 from freetoken.gguf import ModelFile
-from freetoken.gpu import driver
-from freetoken.gpu.chain import DeviceParams, device_chain
+from freetoken.gpu.ahead import pin_experts, timed
+from freetoken.gpu.chain import GREEDY, DeviceParams, device_chain
 from freetoken.gpu.decode import GpuDecoder, Step
 from freetoken.gpu.experts import GpuExperts, Staging
 from freetoken.gpu.failures import translated
@@ -27,6 +25,7 @@ from freetoken.gpu.inputs import Draws, Inputs
 from freetoken.gpu.kv import DeviceKV
 from freetoken.gpu.place import Placement, place
 from freetoken.gpu.prefill import Prefill
+from freetoken.gpu.warm import WarmUp
 from freetoken.gpu.weights import DeviceWeights
 from freetoken.kernels.activations import MAX_TOKENS
 from freetoken.kernels.bias import N_BIASES
@@ -37,11 +36,10 @@ from freetoken.options import EngineOptions
 from freetoken.plan import GpuPlan
 from freetoken.spec import ModelSpec
 
-__all__ = ["GpuModel", "device_chain", "place"]
+__all__ = ["GREEDY", "GpuModel", "device_chain", "place"]
 
 logger = logging.getLogger(__name__)
 
-N_PIN_THREADS = 4
 MAX_STEPPED = 64
 """Prompts up to this long run as decode steps of 8 where all experts are on the GPU: 8 steps of some 7 ms are less than
 what a pass of many tokens takes whatever their number."""
@@ -75,14 +73,19 @@ class GpuModel:
         self.max_stepped = _max_stepped(plan)
         self.n_chunk = options.n_chunk if options.n_chunk != EngineOptions().n_chunk or plan.first_layer else N_CHUNK
         self._pinned: Pinned | None = None
-        kv = DeviceKV(shapes, plan.n_pages, options.cache_type_k, device, plan.first_layer)
+        with timed("memory of the cache"):
+            kv = DeviceKV(shapes, plan.n_pages, options.cache_type_k, device, plan.first_layer)
         self._weights = DeviceWeights(device, pool)
         self._model, self._kv = model, kv
         self._prefill: Prefill | None = None
-        inputs = Inputs(n_ctx_pages, kv.spare, device)
+        inputs = self._inputs = Inputs(n_ctx_pages, kv.spare, device)
+        self._n_vocab, self._n_embd = spec.n_vocab, spec.n_embd
+        self._warm_up = WarmUp(self)
         self.experts: GpuExperts | None = None
         if plan.classes:
-            self.experts = self._expert_slots(file, spec, options)
+            self.experts = self._expert_slots(file, spec, options, placement)
+        elif placement.start is not None:
+            placement.start.drop()
         n_positions = n_ctx_pages * PAGE
         self.decoder = GpuDecoder(
             model,
@@ -95,7 +98,7 @@ class GpuModel:
             spec.n_embd,
             plan.first_layer,
         )
-        logger.info("%s: weights and cache ready in %.2f s", device, time.monotonic() - started)
+        logger.info("%s: cache and experts ready in %.2f s", device, time.monotonic() - started)
 
     def run(self, batch: Batch, should_stop: Callable[[], bool] | None, hidden: np.ndarray | None = None) -> np.ndarray:
         """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab]. `hidden` fp32 [n, n_embd] are the states
@@ -122,9 +125,34 @@ class GpuModel:
         with translated(self.device):
             return self.decoder.launch(batch, draws, follows=follows)
 
+    def warm_up(self, on_progress: Callable[[float], None]) -> None:
+        """Run what makes the first requests quick (`gpu.warm`)."""
+        with translated(self.device):
+            self._warm_up.load(on_progress)
+            if self.device.type == "cuda":
+                with timed("waiting for the first program"):
+                    torch.cuda.synchronize(self.device)
+
+    def warm_more(self, should_stop: Callable[[], bool]) -> bool:
+        """Run one more program ahead of need, if any is left: whether one was."""
+        return self._warm_up.more(should_stop)
+
+    def try_step(self, n: int, *, is_sampled: bool, on_kernel: Callable[[int, int], None] | None = None) -> int:
+        """`GpuDecoder.try_out`."""
+        with translated(self.device):
+            return self.decoder.try_out(n, is_sampled=is_sampled, on_kernel=on_kernel)
+
+    def try_prompt(self, n: int, should_stop: Callable[[], bool]) -> None:
+        """Run a prompt of n tokens whose keys and values nobody reads. Raises Stopped."""
+        n = min(n, self.plan.n_ctx)
+        tokens = np.arange(n, dtype=np.int32) % self._n_vocab
+        hidden = np.zeros((n, self._n_embd), np.float32) if self.first_layer else None
+        self.run(Batch(tokens, np.arange(n, dtype=np.int32), [self._inputs.spare_pages] * n, 1), should_stop, hidden)
+
     def _long_pass(self) -> Prefill:
         if self._prefill is None:
-            self.decoder.program(1, 1, 1)  # matrices are joined as its launches want them, so it comes first
+            # matrices are joined as a step's launches want them, so a program comes first
+            self.decoder.program(1, 1, 1, is_sampled=not self.first_layer)
             self._prefill = Prefill(
                 self._model,
                 self._weights,
@@ -145,11 +173,18 @@ class GpuModel:
             self._pinned.close()
             self._pinned = None
 
-    def _expert_slots(self, file: ModelFile, spec: ModelSpec, options: EngineOptions) -> GpuExperts:
+    def _expert_slots(
+        self, file: ModelFile, spec: ModelSpec, options: EngineOptions, placement: Placement
+    ) -> GpuExperts:
         first = self.first_layer
         layers: Sequence[LayerBanks | None] = [None] * first + list(expert_banks(spec, file)[first:])
         if self.device.type == "cuda":
-            self._pinned = self._pin(layers)
+            with timed("waiting for locked pages"):
+                # with layers on the CPU, fewer are locked than have begun to be
+                pinned = None if placement.start is None or first else placement.start.take()
+                if placement.start is not None:
+                    placement.start.drop()
+            self._pinned = pinned or pin_experts(layers, self.device.index or 0)
             layers = self._pinned.layers
         plan = self.plan
         experts = GpuExperts(
@@ -162,25 +197,9 @@ class GpuModel:
             staging=_staging(plan),
             edges=() if self._pinned is None else self._pinned.edges,
         )
-        experts.load_residents()
+        with timed("launching the copies of residents"):
+            experts.load_residents()
         return experts
-
-    def _pin(self, layers: Sequence[LayerBanks | None]) -> Pinned:
-        index = self.device.index or 0
-        pinned = pin_banks(
-            layers,
-            partial(driver.register, device=index),
-            partial(driver.unregister, device=index),
-            allocate=_pinned_memory,
-            n_threads=N_PIN_THREADS,
-        )
-        if Rung.PAGEABLE in pinned.rungs:
-            pinned.close()
-            raise EngineError(
-                f"{pinned.n_bytes(Rung.PAGEABLE) / 2**20:.0f} MiB of experts can be neither locked in place nor copied "
-                "to locked memory: raise the limit on locked memory (ulimit -l), or run on the CPU with -ngl 0"
-            )
-        return pinned
 
 
 def _max_stepped(plan: GpuPlan) -> int:
@@ -196,10 +215,3 @@ def _staging(plan: GpuPlan) -> Staging | int:
         return plan.own_buffers_bytes
     n = plan.n_buffers * plan.buffer_slots
     return Staging(plan.buffer_pool, plan.n_slots[plan.buffer_pool] - n, n) if n else 0
-
-
-def _pinned_memory(n_bytes: int) -> np.ndarray | None:
-    try:
-        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True).numpy()
-    except RuntimeError:
-        return None

@@ -9,6 +9,7 @@ from freetoken.experts.bank import expert_banks
 from freetoken.experts.memory import slot_sizes
 from freetoken.gguf import ModelFile
 from freetoken.gpu import driver
+from freetoken.gpu.ahead import Start
 from freetoken.gpu.driver import Device
 from freetoken.kernels.activations import MAX_TOKENS
 from freetoken.kernels.matvec import TYPE_CLASS
@@ -24,26 +25,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Placement:
-    """`device` as torch names it."""
+    """`device` as torch names it; `start` is what has begun there already."""
 
     device: str
     plan: GpuPlan
+    start: Start | None = None
 
 
 def place(
-    file: ModelFile, spec: ModelSpec, options: EngineOptions, card: Device, n_ctx: int, n_sequences: int
+    file: ModelFile,
+    spec: ModelSpec,
+    options: EngineOptions,
+    card: Device,
+    n_ctx: int,
+    n_sequences: int,
+    start: Start | None = None,
 ) -> Placement | None:
     """The plan for a card, None where all layers run on the CPU. Raises OptionError where memory is missing."""
     reason = _why_not(file, spec)
     if reason:
         logger.warning("%s: all layers run on the CPU", reason)
         return None
-    plan = make_plan(file, spec, options, driver.free_bytes(card.index), n_ctx, n_sequences)
+    free_bytes = driver.free_bytes(card.index) if start is None else start.free_bytes
+    plan = make_plan(file, spec, options, free_bytes, n_ctx, n_sequences)
     logger.info("%s", card)
     logger.info("%s", plan)
     for note in plan.notes:
         logger.warning("%s", note)
-    return Placement(f"cuda:{card.index}", plan)
+    return Placement(f"cuda:{card.index}", plan, start)
 
 
 def make_plan(

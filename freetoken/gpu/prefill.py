@@ -106,7 +106,6 @@ class Prefill:
             finally:
                 self._ops.end()
 
-
     def _forward(self, hidden: np.ndarray | None) -> Tensor:
         ops, model = self._ops, self._model
         if hidden is None:

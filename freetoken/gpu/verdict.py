@@ -20,7 +20,7 @@ from freetoken.gpu import driver
 from freetoken.gpu.driver import Device
 from freetoken.options import EngineOptions
 
-__all__ = ["MIN_CAPABILITY", "Verdict", "choose_device", "survey"]
+__all__ = ["MIN_CAPABILITY", "Verdict", "cache_folder", "choose_device", "survey"]
 
 log = logging.getLogger(__name__)
 
@@ -171,14 +171,14 @@ def _name_compiler() -> None:
 
 
 def _cache_problem() -> str:
-    folder = _cache_folder()
+    folder = cache_folder()
     there = next(p for p in (folder, *folder.parents) if p.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         return f"compiled kernels cannot be kept in {folder}: name a folder that you may write to in TRITON_CACHE_DIR"
     return ""
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
     """Where Triton keeps what it compiled."""
     named = os.environ.get("TRITON_CACHE_DIR")
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")

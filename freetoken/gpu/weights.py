@@ -5,11 +5,14 @@ Matrices that share an input and a type can be joined, one under the other, so t
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import torch
 
-from freetoken import native
+from freetoken import native, quants
 from freetoken.blocks import Weight
+from freetoken.gpu.upload import Uploader
 from freetoken.kernels import layout
 from freetoken.kernels.embed import EmbeddingTable, embed
 from freetoken.kernels.matvec import TYPE_CLASS, Matrix
@@ -30,6 +33,7 @@ class DeviceWeights:
         self.device = torch.device(device)
         self.n_bytes = 0
         self._pool = pool
+        self._uploader = Uploader(self.device)
         self._parts: dict[str, tuple[Matrix, int]] = {}
         self._vectors: dict[int, tuple[np.ndarray, torch.Tensor]] = {}
 
@@ -63,7 +67,10 @@ class DeviceWeights:
     def vector(self, values: np.ndarray) -> torch.Tensor:
         """A norm's weight or a bias, fp32; the same array gives the same tensor."""
         if id(values) not in self._vectors:
-            tensor = torch.from_numpy(np.ascontiguousarray(values, np.float32).copy()).to(self.device)
+            tensor = torch.empty(values.shape, dtype=torch.float32, device=self.device)
+            raw = torch.from_numpy(np.ascontiguousarray(values, np.float32).copy().reshape(-1)).view(torch.uint8)
+            there = tensor.view(-1).view(torch.uint8)
+            self._uploader.send([raw], 1, lambda piece, at: _put(there[at : at + len(piece)], piece))
             self._vectors[id(values)] = values, tensor
             self.n_bytes += tensor.nbytes
         return self._vectors[id(values)][1]
@@ -84,15 +91,16 @@ class DeviceWeights:
         type_id = type_id if is_known else int(GgmlType.F32)
         out = torch.empty(layout.slot_bytes(type_id, rows, cols), dtype=torch.uint8, device=self.device)
         self.n_bytes += out.nbytes
-        if layout.is_identity(type_id):
-            at = 0
-            for part in parts:
-                out[at : at + part.numel()].copy_(part)
-                at += part.numel()
-        else:
-            raw = torch.cat([part.to(self.device) for part in parts])
-            layout.relay(type_id, raw, out)
+        unit = quants.TYPES[type_id].block_bytes
+        n_blocks = sum(part.numel() for part in parts) // unit
+        self._uploader.send(
+            parts, unit, lambda piece, at: layout.relay(type_id, piece, out, first=at // unit, n_blocks=n_blocks)
+        )
         return Matrix(type_id, rows, cols, out)
+
+    def settle(self) -> None:
+        """Free what uploads need; called when there are no more for now."""
+        self._uploader.close()
 
     def _decoded(self, weight: Weight) -> torch.Tensor:
         """The bytes of fp32 rows, of a type that no kernel takes."""
@@ -101,6 +109,12 @@ class DeviceWeights:
         return torch.from_numpy(values).view(torch.uint8).reshape(-1)
 
 
+def _put(there: torch.Tensor, piece: torch.Tensor) -> None:
+    there.copy_(piece)
+
+
 def _bytes(data: np.ndarray) -> torch.Tensor:
-    """A copy: CUDA copies nothing that begins in locked pages and ends in others, as a weight next to experts may."""
-    return torch.from_numpy(data.reshape(-1).copy())
+    """A view of the mapping, which torch only reads."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that the memory cannot be written
+        return torch.from_numpy(data.reshape(-1))

@@ -35,5 +35,5 @@ def launch(
         found[grid](*arguments, *constants)
         return
     found = kernel[grid](*arguments, *constants, num_warps=warps, num_stages=stages, enable_fp_fusion=False)
-    if found is not None:  # the interpreter answers nothing
+    if found is not None and not hasattr(found, "result"):  # the interpreter answers nothing, `ahead` a future
         _compiled[key] = found

@@ -104,11 +104,14 @@ def destination(type_id: int, n_blocks: int, source: int) -> int:
     raise AssertionError(f"fields of {quants.type_name(type_id)} leave byte {at} out")
 
 
-def relay(type_id: int, raw: torch.Tensor, out: torch.Tensor) -> None:
-    """Lay the bytes of whole blocks (uint8, the file's order) into `out` (uint8 [slot_bytes]), on any device."""
+def relay(type_id: int, raw: torch.Tensor, out: torch.Tensor, *, first: int = 0, n_blocks: int | None = None) -> None:
+    """Lay the bytes of whole blocks (uint8, the file's order) into `out` (uint8 [slot_bytes]), on any device.
+
+    They are all of the matrix, or its blocks from number `first` on where it has `n_blocks`.
+    """
     blocks = raw.reshape(-1, quants.TYPES[type_id].block_bytes)
-    for field, plane in _planes(type_id, out, len(blocks)):
-        plane.copy_(blocks[:, field.offset : field.offset + field.size])
+    for field, plane in _planes(type_id, out, len(blocks) if n_blocks is None else n_blocks):
+        plane[first : first + len(blocks)].copy_(blocks[:, field.offset : field.offset + field.size])
 
 
 def restore(type_id: int, laid: torch.Tensor, rows: int, cols: int) -> torch.Tensor:

@@ -103,7 +103,7 @@ class LlamaVocab:
 
     def eog_tokens(self) -> frozenset[int]:
         """All tokens that end a generation, by llama.cpp's rules."""
-        is_eog, vocab = llama_cpp.llama_vocab_is_eog, self._vocab
+        is_eog, vocab = _is_eog(), self._vocab
         return frozenset(token for token in range(self.n_tokens) if is_eog(vocab, token))
 
     def is_control(self, token: int) -> bool:
@@ -134,6 +134,14 @@ class LlamaVocab:
             if n >= 0:
                 return buffer.raw[:n]
             size = -n
+
+
+def _is_eog() -> Any:
+    """llama_vocab_is_eog as a function that keeps Python's lock: asked for each of 150,000 tokens, one that gives the
+    lock away would wait for it as often, milliseconds each while another thread imports a library."""
+    address = ctypes.cast(llama_cpp.llama_cpp._lib.llama_vocab_is_eog, ctypes.c_void_p).value
+    assert address is not None
+    return ctypes.PYFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int32)(address)
 
 
 def _reason(problems: tuple[str, ...]) -> str:

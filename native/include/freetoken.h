@@ -159,6 +159,32 @@ typedef struct {
 typedef int (*ft_copy_fn)(uint64_t to, const void *from, size_t n_bytes, void *stream);
 FT_API int ft_copy_runs(ft_copy_fn copy, const ft_copy *runs, int64_t n, void *stream);
 
+/* --- meeting a GPU ------------------------------------------------------------------------------------------ */
+/* A thread that meets a GPU in the middle of its step, at places in memory that both see. A place is 128 bytes of
+ * `flags`, zero at first: the uint64 at byte 0 says that the GPU asks, the one at byte 64 that the CPU is done. In
+ * stream order the GPU sets `done` of a step's places to 0 at the step's beginning; where it asks, it has written what
+ * the place's operations read, sets `asked` to 1, and waits for `done` to be 1. The thread sets `asked` to 0, runs the
+ * operations on the pool, and sets `done`. Between steps it sleeps; within one it spins. */
+typedef struct ft_meeting ft_meeting;
+/* `flags`: 128 * n_places bytes, 64-aligned; they and the pool outlive the meeting. NULL on failure. */
+FT_API ft_meeting *ft_meeting_create(ft_pool *pool, int n_places, void *flags);
+FT_API void ft_meeting_destroy(ft_meeting *meeting);
+/* Copy the operations of a place, which no step is expected at. 0, or -1. */
+FT_API int ft_meeting_set(ft_meeting *meeting, int place, const ft_op *ops, int n_ops);
+/* A step is about to be launched that asks at these places, in this order. 0; -1: no such place, or it has failed. */
+FT_API int ft_meeting_expect(ft_meeting *meeting, const int32_t *places, int n);
+/* Steps expected that have not ended. */
+FT_API int ft_meeting_pending(const ft_meeting *meeting);
+/* 0 while all is well; else what ft_run answered where it failed, or 1 after ft_meeting_release. `place` says where. */
+FT_API int ft_meeting_failure(const ft_meeting *meeting, int32_t *place);
+/* Let the GPU go on whatever the thread does: `done` becomes 1 everywhere, and from now on without any operation. To be
+ * called again and again until the GPU's step has ended; from any thread. */
+FT_API void ft_meeting_release(ft_meeting *meeting);
+/* Forget the failure, once no step is pending. 0, or -1. */
+FT_API int ft_meeting_reset(ft_meeting *meeting);
+/* Make operations take `factor` times as long, at least 1: another machine's CPU. */
+FT_API void ft_meeting_slow_down(ft_meeting *meeting, double factor);
+
 /* --- measuring ---------------------------------------------------------------------------------------------- */
 /* Read n_bytes by all threads and nothing else; *sum = sum of the 64-bit words (a last part of one counts as padded with
  * zeros). 0 or -1. */
