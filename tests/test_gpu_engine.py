@@ -12,14 +12,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 
 from freetoken.gguf import open_model
-from freetoken.gpu.place import Placement, make_plan
+from freetoken.gpu.experts import GpuExperts
+from freetoken.gpu.place import Placement, _why_not, make_plan
 from freetoken.kernels import matvec
 from freetoken.options import EngineOptions
+from freetoken.quants import GgmlType
 from freetoken.runner import Runner
 from freetoken.spec import read_spec
 from tools import tiny_models
+from tools.random_blocks import random_rows
 
 N_CTX = 300
 N_VOCAB = 264
@@ -121,3 +125,43 @@ def test_first_layers_on_the_cpu(n_gpu_layers: int, tmp_path: Path) -> None:
         want, got = cpu.prefill(a, prompt), gpu.prefill(b, prompt)
         assert want is not None and got is not None
         assert np.abs(got - want).max() < 0.01 * want.std()
+
+
+CODES = ("IQ1_S", "TQ1_0", "NVFP4")
+"""Types of gate, up and down, and of the others by turns."""
+
+
+@pytest.fixture
+def codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A mixture whose matrices are all of such types, those of IQ1_S random: ggml takes long to quantise the first."""
+
+    def quantise(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+        if kind.name != "IQ1_S":
+            return made(values, kind)
+        *rows, cols = values.shape
+        raw = random_rows(np.random.default_rng(values.size), kind, int(np.prod(rows)), cols, float(values.std()))
+        return raw.reshape(*rows, -1)
+
+    made = tiny_models.quantise
+    monkeypatch.setattr(tiny_models, "quantise", quantise)
+    monkeypatch.setattr(tiny_models, "MIXED_CYCLE", CODES)
+    sizes = FEW_EXPERTS | {"n_ff_exp": 256}
+    return tiny_models.write(tmp_path / "m.gguf", "qwen3moe", file_type="mixed", n_layer=1, n_vocab=N_VOCAB, **sizes)
+
+
+def test_types_without_an_integer_form_stay_quantised(codes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is made ready, and not run."""
+    monkeypatch.setattr(GpuExperts, "load_residents", lambda self: None)
+    with open_model(codes) as file:
+        assert _why_not(file, read_spec(file)) == ""
+    with both(codes) as (_, gpu):
+        assert gpu.gpu is not None and gpu.gpu.experts is not None
+        gpu.gpu.decoder.program(2, 2, 5)
+        kinds = {matrix.type for matrix, _ in gpu.gpu._weights._parts.values()}
+        assert kinds == {GgmlType[name] for name in CODES} | {GgmlType.F32}  # routers
+
+
+@pytest.mark.slow
+def test_steps_of_types_without_an_integer_form(codes: Path) -> None:
+    with both(codes, n_slots=4) as (cpu, gpu):
+        same_steps(cpu, gpu, (2,), (1,))

@@ -11,20 +11,27 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from gpu_compile import ARCHITECTURES, QUICK, compile_kernel
 from kernel_bits import DEVICE, array, assert_quantised, assert_same_bits, tensor
-from test_kernels import wild_activations, wild_weights
+from test_kernels import SPECIAL_FACTORS, wild_activations, wild_weights
 
 from freetoken import quants, reference
 from freetoken.kernels import layout
 from freetoken.kernels import matvec as kernels
 from freetoken.kernels.activations import Activation, empty_activation, quantize
 from freetoken.kernels.matvec import TYPE_CLASS, Bank, Matrix, Source, expert_down, expert_glu, matvec
+from freetoken.quants import GgmlType
 from freetoken.reference import F32, U8
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN and overflow are part of the cases
 
 QUANTISED = sorted(reference.TYPE_CLASS)
 FLOATS = (Type.F32, Type.F16, Type.BF16)
+FACTORS: dict[int, tuple[int, ...]] = {
+    **{GgmlType.IQ1_S: (0,), GgmlType.IQ1_M: (), GgmlType.TQ1_0: (52,), GgmlType.TQ2_0: (64,)},
+    **{GgmlType.NVFP4: (), GgmlType.Q1_0: (0,), GgmlType.Q2_0: (0,)},
+}
+"""Types without an integer form: where a block's fp16 factor stands."""
 quantised = pytest.mark.parametrize("type_id", QUANTISED, ids=lambda t: Type(t).name)
+decoded = pytest.mark.parametrize("type_id", sorted(FACTORS), ids=quants.type_name)
 
 
 def laid(type_id: int, raw: U8, rows: int, cols: int) -> torch.Tensor:
@@ -55,20 +62,39 @@ def float_weights(type_id: int, rows: int, cols: int, rng: np.random.Generator) 
     return w.view(np.uint8).reshape(rows, -1), w.astype(np.float32)
 
 
+def decoded_weights(type_id: int, rows: int, cols: int, rng: np.random.Generator) -> U8:
+    """Like `wild_weights`: the first rows are all ones, zeros, sign bits, and the largest integers; wild factors."""
+    n, size = quants.row_bytes(type_id, cols), quants.TYPES[type_id].block_bytes
+    raw = rng.integers(0, 256, (rows, n // size, size), dtype=np.uint8)
+    for row, byte in zip(raw[:4], (0xFF, 0x00, 0x80, 0x7F), strict=False):
+        row[:] = byte
+    factor = (rng.standard_normal(raw.shape[:2]) * 0.02).astype(np.float16).view(np.uint16)
+    chosen = rng.random(factor.shape) < 0.2
+    factor = np.where(chosen, SPECIAL_FACTORS[rng.integers(0, len(SPECIAL_FACTORS), factor.shape)], factor)
+    for at in FACTORS[type_id]:
+        raw[:, :, at : at + 2] = factor.astype(np.uint16)[..., None].view(np.uint8)
+    if type_id == GgmlType.IQ1_M:
+        for i in range(4):
+            raw[:, :, 49 + 2 * i] = (raw[:, :, 49 + 2 * i] & 15) | (((factor >> (4 * i)) & 15) << 4)
+    return raw.reshape(rows, -1)
+
+
 def weights(type_id: int, rows: int, cols: int, rng: np.random.Generator) -> U8:
     if type_id in FLOATS:
         return float_weights(type_id, rows, cols, rng)[0]
+    if type_id in FACTORS:
+        return decoded_weights(type_id, rows, cols, rng)
     return wild_weights(type_id, rows, cols // reference.TYPE_CLASS[type_id], rng)
 
 
 def reference_product(type_id: int, raw: U8, x: F32, planes: int = 2) -> F32:
     """Products [rows] of one row of x."""
-    if type_id in FLOATS:
+    if type_id in FLOATS or type_id in FACTORS:
         return reference.float_product(quants.dequantize(type_id, raw), x)
     return reference.product(raw, reference.quantize(x, reference.TYPE_CLASS[type_id], planes), type_id)
 
 
-@pytest.mark.parametrize("type_id", [*QUANTISED, Type.F32, Type.IQ1_S], ids=lambda t: Type(t).name)
+@pytest.mark.parametrize("type_id", [*QUANTISED, Type.F32, *sorted(FACTORS)], ids=quants.type_name)
 def test_a_layout_moves_every_byte_to_its_destination_and_back(type_id: int) -> None:
     rows, cols = 3, 5 * quants.TYPES[type_id].block_size
     raw = np.random.default_rng(1).integers(0, 256, (rows, quants.row_bytes(type_id, cols)), dtype=np.uint8)
@@ -112,19 +138,35 @@ def test_float_products_with_a_bias(type_id: int, cols: int, tokens: int) -> Non
     assert (y[:, :3] == 7).all() and (y[:, 14:] == 7).all()
 
 
+@decoded
+def test_products_of_types_without_an_integer_form(type_id: int) -> None:
+    rng = np.random.default_rng(type_id)
+    rows, tokens, cols = 11, 3, max(256, 3 * quants.TYPES[type_id].block_size)
+    raw = decoded_weights(type_id, rows, cols, rng)
+    x = np.stack([rng.standard_normal(cols), rng.standard_normal(cols) * 1e38, np.zeros(cols)]).astype(np.float32)
+    x[0, 17], bias = -np.inf, rng.standard_normal(rows).astype(np.float32)
+    y = torch.full((tokens, rows), 7.0)
+    matvec(Matrix(type_id, rows, cols, laid(type_id, raw, rows, cols)), tensor(x), y, tensor(bias))
+    assert_same_bits(y, np.stack([reference_product(type_id, raw, row) + bias for row in x]))
+    assert np.isfinite(array(y)).any()
+
+
 MIXES = [  # gate, up, down, n_ff, activation; many programs are slow to interpret
     (Type.Q4_K, Type.Q4_K, Type.Q8_0, 32, 0),
     (Type.MXFP4, Type.MXFP4, Type.MXFP4, 32, 1),
     (Type.Q4_K, Type.Q8_0, Type.Q5_1, 32, 0),
     (Type.IQ4_XS, Type.Q2_K, Type.F16, 32, 1),
     (Type.F16, Type.F16, Type.Q6_K, 256, 0),
+    (GgmlType.IQ1_S, GgmlType.IQ1_S, GgmlType.NVFP4, 64, 0),
+    (GgmlType.IQ2_XXS, GgmlType.IQ1_M, GgmlType.F16, 16, 1),
+    (GgmlType.TQ1_0, GgmlType.F16, GgmlType.F16, 2, 0),
 ]
 
 
-@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "-".join(t.name for t in mix[:3]))
-def test_experts_in_slots(mix: tuple[Type, Type, Type, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    if mix[3] > 32:  # by more rows a program than on a card
-        monkeypatch.setattr("freetoken.kernels.matvec._shape", lambda type_id, tokens: (64, 1))
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "-".join(map(quants.type_name, mix[:3])))
+def test_experts_in_slots(mix: tuple[int, int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    if mix[3] > 64:  # by more rows a program than on a card
+        monkeypatch.setattr(kernels, "_shape", lambda *_: kernels._Shape(64, 1))
     rng = np.random.default_rng(17)
     types, n_ff, act = mix[:3], *mix[3:]
     cols, n_slots = 256, 3
@@ -164,6 +206,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (Matrix(Type.Q4_K, 4, 512, data), x, y),
         (Matrix(Type.Q4_K, 5, 256, data), x, torch.zeros((1, 5))),
         (Matrix(Type.Q8_0, 4, 256, data), x, y),
+        (Matrix(Type.Q8_K, 4, 256, data), x, y),
         (Matrix(Type.IQ1_S, 4, 256, data), x, y),
         (Matrix(Type.F32, 4, 256, data), x, y),
         (Matrix(Type.Q4_K, 4, 256, data), x, torch.zeros((2, 4))),
@@ -189,6 +232,8 @@ def compile_ptx(
         last = argument.removeprefix("gate_").removeprefix("up_")
         kinds = [kind for kind, names in POINTERS.items() if last in names]
         signature[argument] = kinds[0] if kinds else "i32"
+        if last == "q" and TYPE_CLASS.get(int(str(constants.get("TYPE", constants.get("GATE", -1))))) == 0:
+            signature[argument] = "*fp32"
     signature = {k: v for k, v in signature.items() if k not in constants and k != "IS_CHAINED"}
     whole = tuple(k for k, v in signature.items() if v[0] == "*" or k in ("slot_bytes", "gate", "up", "down", "rows"))
     place = f"freetoken.kernels.{module}"
@@ -200,20 +245,20 @@ def compile_ptx(
 def dense(type_id: int, tokens: int) -> dict[str, Any]:
     """The constants of a launch for rows of 2048 columns."""
     width = TYPE_CLASS[type_id]
-    shape, n = kernels._shape("dense", type_id, tokens), 2048 // (width or 1)
+    shape, n = kernels._shape("dense", type_id, tokens), 2048 // quants.TYPES[type_id].block_size
     groups = kernels._groups(type_id, n, shape.warps)
     constants = {"TYPE": int(type_id), "N": n, "ALL": tokens, "T": shape.tokens, "G": groups, "R": shape.rows}
     return {"HAS_BIAS": False, "C": 4 if width == 32 else 1, **constants}
 
 
 def test_kernels_compile_without_a_gpu() -> None:
-    for type_id in (Type.Q4_K, Type.Q8_0):
+    for type_id in (Type.Q4_K, Type.Q8_0, Type.IQ1_S):
         compile_ptx("matvec_kernel", dense(type_id, 1), QUICK)
     compile_ptx("quantize_kernel", {"N": 2048, "WIDTH": 256, "PLANES": 2}, QUICK, "activations", 1)
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("type_id", [*QUANTISED, *FLOATS], ids=lambda t: Type(t).name)
+@pytest.mark.parametrize("type_id", [*QUANTISED, *FLOATS, *sorted(FACTORS)], ids=quants.type_name)
 def test_every_kernel_compiles_for_every_architecture(type_id: int) -> None:
     for tokens in (1, 8):
         compile_ptx("matvec_kernel", dense(type_id, tokens), ARCHITECTURES)

@@ -43,7 +43,7 @@ LAUNCHES, REPLAYS = 100, 15
 ROTATED_BYTES = 150_000_000
 """Three times the second-level cache of the largest card."""
 DEVICE = "cuda"
-FACTORS_AT = {Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,)}
+FACTORS_AT = {Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,), Type.NVFP4: ()}
 """Where fp16 factors stand, if not at 0."""
 Launch = Callable[[], None]
 
@@ -132,7 +132,8 @@ class Kernels:
         yield "o Q4_K", lambda name: self.dense(name, Type.Q4_K, DIM, N_HEAD * HEAD_DIM)
         yield "head Q6_K", lambda name: self.dense(name, Type.Q6_K, N_VOCAB, DIM)
         yield "router F32", lambda name: self.dense(name, Type.F32, N_EXPERT, DIM)
-        for type_id in (Type.Q4_K, Type.Q6_K, Type.MXFP4, Type.Q8_0, Type.Q5_K, Type.IQ4_XS, Type.IQ2_XXS, Type.IQ3_S):
+        plain = (Type.Q4_K, Type.Q6_K, Type.MXFP4, Type.Q8_0, Type.Q5_K, Type.IQ4_XS)
+        for type_id in (*plain, Type.IQ2_XXS, Type.IQ3_S, Type.IQ1_S, Type.NVFP4):
             yield f"expert_glu {type_id.name}", lambda name, t=type_id: self.experts(name, t, is_glu=True)
             yield f"expert_down {type_id.name}", lambda name, t=type_id: self.experts(name, t, is_glu=False)
         yield "quantize hidden", self.hidden

@@ -54,6 +54,8 @@ RANDOM_TYPES: dict[str, Header] = {
     "IQ2_S": Header(0),
     "IQ3_XXS": Header(0),
     "IQ3_S": Header(0),
+    "IQ1_S": Header(0),
+    "TQ1_0": Header(52),
     "IQ4_NL": Header(0),
     "IQ4_XS": Header(0),
     "MXFP4": Header(0, exponent=True),

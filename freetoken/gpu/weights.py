@@ -22,7 +22,7 @@ __all__ = ["DeviceWeights", "weight_class"]
 
 
 def weight_class(type_id: int) -> int:
-    """Class of the activation that a type's product takes on the GPU: types without a kernel are kept as fp32."""
+    """Class of the activation that a type's product takes on the GPU; a type without a kernel would be kept as fp32."""
     return TYPE_CLASS.get(type_id, 0)
 
 

@@ -21,6 +21,7 @@ from freetoken.kernels import layout
 from freetoken.kernels.checks import ceil_div
 from freetoken.kernels.dequant_types import eight_values
 from freetoken.kernels.fast_launch import launch
+from freetoken.kernels.fields import MAX_FIELDS, field_size, field_start
 from freetoken.kernels.matvec import TYPE_CLASS
 from freetoken.kernels.tables import IQ4, table
 from freetoken.quants import GgmlType
@@ -33,7 +34,6 @@ VALUES = 4096
 """Values of one program."""
 HOST_VALUES = 1 << 17
 """The most under Triton's interpreter, whose time is that of its steps."""
-MAX_FIELDS = 5
 
 
 @functools.lru_cache(maxsize=64)
@@ -47,23 +47,7 @@ def table_of(type_id: int, device: torch.device) -> torch.Tensor | None:
 
 def is_float(type_id: int) -> bool:
     """Whether a matrix holds plain numbers."""
-    return TYPE_CLASS.get(type_id) == 0
-
-
-FIELDS: dict[int, tuple[tuple[int, int], ...]] = {
-    t: (*((f.offset, f.size) for f in layout.fields(t)), *[(0, 0)] * MAX_FIELDS)[:MAX_FIELDS] for t in TYPE_CLASS
-}
-"""Offset in a block and size of each field, where kernels can see them."""
-
-
-@triton.constexpr_function
-def field_start(type_id, f):
-    return FIELDS[type_id][f][0]
-
-
-@triton.constexpr_function
-def field_size(type_id, f):
-    return FIELDS[type_id][f][1]
+    return type_id in (GgmlType.F32, GgmlType.F16, GgmlType.BF16)
 
 
 @triton.constexpr_function
@@ -190,9 +174,8 @@ def dequantise(
             warps=4,
         )
         return
-    width = TYPE_CLASS[type_id]
+    width, block_bytes = quants.TYPES[type_id].block_size, quants.TYPES[type_id].block_bytes
     a_row = cols // width
-    block_bytes = quants.TYPES[type_id].block_bytes
     starts = [*layout.plane_offsets(type_id, matrix_rows * a_row)[1:-1], *[0] * MAX_FIELDS][: MAX_FIELDS - 1]
     align = math.gcd(16, matrix_rows * a_row * block_bytes)
     launch(

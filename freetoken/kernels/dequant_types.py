@@ -1,9 +1,9 @@
 """Values of eight neighbours in a block, for every type that has a kernel: fp32 [B, C, 8], as ggml decodes them.
 
 A function takes, for each field of its type (kernels.layout), pointers `f0`... to it in each block [B, 1, 1];
-`c` [1, C, 1], the number of the eight within the block, and `i` [1, 1, 8], 0 to 7; and the type's table. What a block
-or a run of eight has in common is worked out on the narrow shapes, once for all eight. Bytes are loaded one by one in
-the text; neighbours become wide loads where Triton knows how they are aligned.
+`c` [1, C, 1], the number of the eight within the block, and `i` [1, 1, 8], 0 to 7 (or some of them); and the type's
+table. What a block or a run of eight has in common is worked out on the narrow shapes, once for all eight. Bytes are
+loaded one by one in the text; neighbours become wide loads where Triton knows how they are aligned.
 """
 
 from __future__ import annotations
@@ -58,14 +58,17 @@ def fifth_32(f1, c, i):
 
 
 @triton.jit
+def fp4(n):
+    """Twice the FP4 value. Its bits are those of a float whose exponent is too small by 127; a zero has no sign."""
+    bits = ((n & 7) << 22) | ((n & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38 + 0.0
+
+
+@triton.jit
 def mxfp4(f0, f1, c, i):
-    """The eight magnitudes, doubled, stand in the nibbles of one constant; bit 3 is the sign."""
-    n = nibbles_32(f0, c, i)
-    magnitudes = tl.full([1, 1, 1], -0x379BCDF0, tl.int32)  # 0xC8643210
-    magnitude = (magnitudes >> ((n & 7) << 2)) & 15
     e = u8(f1)
     bits = tl.where(e < 2, 0x00200000 << e, (e - 1) << 23)  # 2^(e - 128); subnormal below e = 2
-    return bits.to(tl.float32, bitcast=True) * tl.where(n < 8, magnitude, -magnitude).to(tl.float32)
+    return bits.to(tl.float32, bitcast=True) * fp4(nibbles_32(f0, c, i))
 
 
 # --- blocks of 256: K ------------------------------------------------------------------------------------------------
@@ -196,6 +199,78 @@ def iq3_s(f0, f1, f2, f3, f4, c, i, table):
     return signed(table, code, u8(f1 + c), d, i)
 
 
+# --- types without an integer form -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def iq1(code, is_low, d, s, i, table):
+    """Eight of -1, 0, 1, all an eighth higher or lower, times d times an odd integer."""
+    n = (tl.load(table + code) >> (2 * i)) & 3
+    return (d * odd(s & 7)) * (n.to(tl.float32) + tl.where(is_low, -1.125, -0.875))
+
+
+@triton.jit
+def iq1_s(f0, f1, f2, c, i, table):
+    high = u16(f1 + 2 * (c >> 2))
+    code = u8(f0 + c) | (((high >> (3 * (c & 3))) & 7) << 8)
+    return iq1(code, (high & 0x8000) != 0, f16(f2), high >> 12, i, table)
+
+
+@triton.jit
+def iq1_m(f0, c, i, table):
+    """The factor's 16 bits are the top nibbles of the four words of scales."""
+    bits = u16(f0 + 48) >> 12
+    for k in tl.static_range(1, 4):
+        bits |= (u16(f0 + 48 + 2 * k) >> 12) << (4 * k)
+    d = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    high = u8(f0 + 32 + (c >> 1)) >> (4 * (c & 1))
+    s = u16(f0 + 48 + 2 * (c >> 3)) >> (3 * ((c >> 1) & 3))
+    return iq1(u8(f0 + c) | ((high & 7) << 8), (high & 8) != 0, d, s, i, table)
+
+
+@triton.jit
+def less_one(n, d):
+    return (n - 1).to(tl.float32) * d
+
+
+@triton.jit
+def tq1_0(f0, f1, c, i):
+    """Five values in a byte, as the digits of a fraction to the base 3 (32 bytes, then 16), or four (the last 4)."""
+    late = c - 20
+    last = 2 * (c - 30) + (i >> 2)
+    at = tl.where(c < 20, 8 * (c & 3) + i, tl.where(c < 30, 32 + 8 * (late & 1) + i, 48 + (i & 3)))
+    digit = tl.where(c < 20, c >> 2, tl.where(c < 30, late >> 1, last))
+    powers = tl.full([1, 1, 1], 0x1B090301, tl.int32)
+    power = tl.where(digit == 4, 81, (powers >> (8 * (digit & 3))) & 255)
+    return less_one((((u8(f0 + at) * power) & 255) * 3) >> 8, f16(f1))
+
+
+@triton.jit
+def tq2_0(f0, f1, c, i):
+    return less_one((u8(f0 + 32 * (c >> 4) + 8 * (c & 3) + i) >> (2 * ((c >> 2) & 3))) & 3, f16(f1))
+
+
+@triton.jit
+def nvfp4(f0, c, i):
+    """A scale for 16 values: four bits of exponent, three of fraction, halved; of 0x7F it is 0."""
+    e = u8(f0 + (c >> 1))
+    fraction = (e & 7).to(tl.float32) * 0.0009765625  # 2^-10
+    normal = (((e & 0x7F) << 20) + (119 << 23)).to(tl.float32, bitcast=True)
+    d = tl.where((e & 0x78) == 0, fraction, tl.where(e == 0x7F, 0.0, normal))
+    return fp4((u8(f0 + 4 + 8 * (c >> 1) + i) >> (4 * (c & 1))) & 15) * d
+
+
+@triton.jit
+def q1_0(f0, f1, c, i):
+    d = f16(f1)
+    return tl.where(((u8(f0 + c) >> i) & 1) != 0, d, -d)
+
+
+@triton.jit
+def q2_0(f0, f1, c, i):
+    return less_one((u8(f0 + 2 * c + (i >> 2)) >> (2 * (i & 3))) & 3, f16(f1))
+
+
 # --- all -------------------------------------------------------------------------------------------------------------
 
 
@@ -228,6 +303,8 @@ def eight_values(TYPE: tl.constexpr, f0, f1, f2, f3, f4, c, i, table, HALVES: tl
         return iq2_xs(f0, f1, f2, c, i, table)
     elif TYPE == 18:  # IQ3_XXS
         return iq3_xxs(f0, f1, f2, c, i, table, HALVES)
+    elif TYPE == 19:  # IQ1_S
+        return iq1_s(f0, f1, f2, c, i, table)
     elif TYPE == 20:  # IQ4_NL
         return f16(f1) * tl.load(table + nibbles_32(f0, c, i)).to(tl.float32)
     elif TYPE == 21:  # IQ3_S
@@ -236,6 +313,18 @@ def eight_values(TYPE: tl.constexpr, f0, f1, f2, f3, f4, c, i, table, HALVES: tl
         return iq2_s(f0, f1, f2, f3, f4, c, i, table)
     elif TYPE == 23:  # IQ4_XS
         return iq4_xs(f0, f1, c, i, table)
-    else:
-        tl.static_assert(TYPE == 39)  # MXFP4
+    elif TYPE == 29:  # IQ1_M
+        return iq1_m(f0, c, i, table)
+    elif TYPE == 34:  # TQ1_0
+        return tq1_0(f0, f1, c, i)
+    elif TYPE == 35:  # TQ2_0
+        return tq2_0(f0, f1, c, i)
+    elif TYPE == 39:  # MXFP4
         return mxfp4(f0, f1, c, i)
+    elif TYPE == 40:  # NVFP4
+        return nvfp4(f0, c, i)
+    elif TYPE == 41:  # Q1_0
+        return q1_0(f0, f1, c, i)
+    else:
+        tl.static_assert(TYPE == 42)  # Q2_0
+        return q2_0(f0, f1, c, i)

@@ -8,9 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from freetoken import quants
 from freetoken.kernels.checks import check
 from freetoken.kernels.dequant import PLANES, dequantise
-from freetoken.kernels.matvec import TYPE_CLASS, Matrix
+from freetoken.kernels.matvec import Matrix
 from freetoken.kernels.scale import scale
 
 __all__ = ["EmbeddingTable", "embed"]
@@ -50,7 +51,7 @@ def embed(table: EmbeddingTable, tokens: torch.Tensor, out: torch.Tensor, factor
     n, matrix = len(tokens), table.matrix
     check("tokens", tokens, torch.int32, n)
     check("out", out, torch.float32, n, matrix.cols)
-    per_row = matrix.cols // max(TYPE_CLASS[matrix.type], 1)
+    per_row = matrix.cols // quants.TYPES[matrix.type].block_size
     row_starts_kernel[(1,)](tokens, table.first_units, per_row, matrix.rows, n, BLOCK=triton.next_power_of_2(n))
     dequantise(
         matrix.type,

@@ -3,8 +3,8 @@
 A block of a file starts anywhere (210, 34 or 17 bytes are no multiples of 4). On the GPU a matrix of `rows` by `cols`
 is a series of planes instead, one for each field of its type: field `f` of block `b` (counted through all rows of the
 matrix) stands at `plane_offsets[f] + b * size`. Planes start at multiples of 128 bytes. Bytes are only moved, never
-changed, and a field's bytes keep their order. Types whose blocks are whole 16-byte words (Q4_K, Q5_K), float types and
-types without a kernel of their own have one plane: the file's bytes as they are.
+changed, and a field's bytes keep their order. Types whose blocks are whole words (Q4_K, Q5_K, IQ1_M, NVFP4), float
+types and types without a kernel have one plane: the file's bytes as they are.
 
 A fill may read the source in any unit and write byte by byte: `destination` is the closed form. Called by the upload
 of dense weights, the fills of expert slots and the kernels; knows nothing of slots' numbers or files.
@@ -64,6 +64,11 @@ _FIELDS: dict[int, tuple[Field, ...]] = {
     GgmlType.IQ2_S: _fields((2, 32), (34, 32), (66, 8), (74, 8), (0, 2)),  # codes, signs, high bits, scales, d
     GgmlType.IQ3_XXS: _fields((2, 64), (66, 32), (0, 2)),  # codes, signs with scales, d
     GgmlType.IQ3_S: _fields((2, 64), (74, 32), (66, 8), (106, 4), (0, 2)),  # codes, signs, high bits, scales, d
+    GgmlType.IQ1_S: _fields((2, 32), (34, 16), (0, 2)),  # codes, high bits with scales, d
+    GgmlType.TQ1_0: _fields((0, 52), (52, 2)),  # quants, d
+    GgmlType.TQ2_0: _fields((0, 64), (64, 2)),  # quants, d
+    GgmlType.Q1_0: _fields((2, 16), (0, 2)),  # quants, d
+    GgmlType.Q2_0: _fields((2, 16), (0, 2)),  # quants, d
 }
 
 

@@ -1,8 +1,8 @@
 """Matrix-vector products of a decode step: dense matrices for up to 8 tokens, and experts in slots, one row a pair.
 
-Bits are those of docs/numerics.md, sections 3 and 4, for every type with a line there and F32, F16 and BF16. Matrices
-lie as `layout` says, activations as `activations` says (float weights take plain fp32 rows). A row belongs to lanes of
-one warp, so no sum crosses a barrier; a thread loads the activation once for all of its rows.
+Bits are those of docs/numerics.md, sections 3 and 4, for every type of ggml that weights have. Matrices lie as `layout`
+says, activations as `activations` says (float weights and types without an integer form take plain fp32 rows). A row
+belongs to lanes of one warp, so no sum crosses a barrier; a thread loads the activation once for all of its rows.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from freetoken.kernels.activations import MAX_TOKENS, Activation
 from freetoken.kernels.functions import activate, tree8
 from freetoken.kernels.launch import options, wait
 from freetoken.kernels.layout import ALIGNMENT, slot_bytes
+from freetoken.kernels.matvec_decoded import ROWS, decoded_products
 from freetoken.kernels.matvec_float import float_products
 from freetoken.kernels.matvec_tiles import inside
 from freetoken.kernels.tables import table
@@ -48,6 +49,9 @@ IQ2_S = tl.constexpr(int(GgmlType.IQ2_S))
 IQ3_XXS = tl.constexpr(int(GgmlType.IQ3_XXS))
 IQ3_S = tl.constexpr(int(GgmlType.IQ3_S))
 
+_DECODED = (
+    *(GgmlType.IQ1_S, GgmlType.IQ1_M, GgmlType.TQ1_0, GgmlType.TQ2_0, GgmlType.NVFP4, GgmlType.Q1_0, GgmlType.Q2_0),
+)
 _FLOATS = (GgmlType.F32, GgmlType.F16, GgmlType.BF16)
 _CLASS_32 = (
     *(GgmlType.Q4_0, GgmlType.Q4_1, GgmlType.Q5_0, GgmlType.Q5_1, GgmlType.Q8_0, GgmlType.IQ4_NL, GgmlType.MXFP4),
@@ -55,15 +59,16 @@ _CLASS_32 = (
 _GRIDS = (GgmlType.IQ2_XXS, GgmlType.IQ2_XS, GgmlType.IQ2_S, GgmlType.IQ3_XXS, GgmlType.IQ3_S)
 _CLASS_256 = (*(GgmlType.Q2_K, GgmlType.Q3_K, GgmlType.Q4_K, GgmlType.Q5_K, GgmlType.Q6_K, GgmlType.IQ4_XS, *_GRIDS),)
 TYPE_CLASS: dict[int, int] = {
-    **dict.fromkeys(map(int, _FLOATS), 0),
+    **dict.fromkeys(map(int, (*_FLOATS, *_DECODED)), 0),
     **dict.fromkeys(map(int, _CLASS_32), 32),
     **dict.fromkeys(map(int, _CLASS_256), 256),
 }
-"""Type -> class of its activation (0: plain fp32 rows); types that are not here have no kernel."""
+"""Type -> class of its activation (0: plain fp32 rows); types that are not here (ggml's own for activations, integers)
+have no kernel."""
 
 
 PARTS: dict[int, int] = {
-    **dict.fromkeys(map(int, (*_FLOATS, *_CLASS_32)), 1),
+    **dict.fromkeys(map(int, (*_FLOATS, *_DECODED, *_CLASS_32)), 1),
     **dict.fromkeys(map(int, _CLASS_256), 4),
     **dict.fromkeys((int(GgmlType.Q2_K), int(GgmlType.Q3_K)), 2),
 }
@@ -73,6 +78,11 @@ PARTS: dict[int, int] = {
 @triton.constexpr_function
 def parts_of(type_id):
     return PARTS[type_id]
+
+
+@triton.constexpr_function
+def is_decoded(type_id):
+    return type_id in _DECODED
 
 
 @triton.constexpr_function
@@ -135,6 +145,10 @@ def row_products(TYPE: tl.constexpr, w, n_blocks, row0, rows, q, dx, extra, stri
         total = float_products(w, row0, rows, q, stride, token0, tokens, N, 4, False, T, R, WAITS)[None, None, :, :]
     elif TYPE == F16 or TYPE == BF16:  # noqa: SIM109
         total = float_products(w, row0, rows, q, stride, token0, tokens, N, 2, TYPE == F16, T, R, WAITS)[
+            None, None, :, :
+        ]
+    elif is_decoded(TYPE):
+        total = decoded_products(TYPE, w, n_blocks, row0, rows, q, extra, stride, token0, tokens, N, T, R, WAITS)[
             None, None, :, :
         ]
     else:
@@ -297,7 +311,9 @@ def _rows(w: Matrix | Bank, x: Source, count: int) -> _Rows:
             raise ValueError(f"{name} takes contiguous fp32 rows")
         if x.shape[0] < count or x.shape[1] != w.cols:
             raise ValueError(f"{name} [{w.rows}, {w.cols}] with {count} of {tuple(x.shape)} rows")
-        return _Rows(x, x, x, w.rows * w.cols, w.cols, x.stride(0), 1)
+        n = w.cols // quants.TYPES[w.type].block_size
+        found = table(w.type, x.device)
+        return _Rows(x, x, x if found is None else found, w.rows * n, n, x.stride(0), 1)
     if not isinstance(x, Activation) or x.width != width:
         raise ValueError(f"{name} takes an activation of class {width}")
     if x.q.shape[0] < count or x.pieces != -(-w.cols // 256):
@@ -321,6 +337,8 @@ def _shape(kernel: str, type_id: int, tokens: int) -> _Shape:
     """What was fastest on an H200 for "dense" matrices and experts ("glu", "down"). Rows of float weights are lanes."""
     width = TYPE_CLASS[type_id]
     is_grid = type_id in _GRIDS
+    if type_id in _DECODED:
+        return _Shape(ROWS, 1, min(tokens, 4) if kernel == "dense" else 1)
     if width == 0:
         return _Shape(1, 1)
     if kernel == "dense" and tokens > 1:
