@@ -17,19 +17,10 @@ import triton.language as tl
 from freetoken import quants
 from freetoken.kernels import layout
 from freetoken.kernels.checks import ceil_div, check
-from freetoken.kernels.dequant import (
-    MAX_FIELDS,
-    bytes_at,
-    common_power,
-    field_size,
-    field_start,
-    is_float,
-    plane,
-    table_of,
-    to_kind,
-)
+from freetoken.kernels.dequant import bytes_at, common_power, is_float, plane, table_of, to_kind
 from freetoken.kernels.dequant_types import eight_values
 from freetoken.kernels.fast_launch import launch
+from freetoken.kernels.fields import MAX_FIELDS, field_size, field_start
 from freetoken.kernels.functions import activate
 from freetoken.kernels.grouped import Rows
 from freetoken.kernels.matvec import TYPE_CLASS
