@@ -241,7 +241,7 @@ def coded(name: str, n: int, rows: int, cols: int) -> tuple[list[torch.Tensor], 
     return kept, torch.tensor([each.data_ptr() for each in kept]), torch.tensor(forms, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "MXFP4", "IQ4_XS"])
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "MXFP4", "IQ4_XS", "TQ1_0", "NVFP4"])
 def test_products_that_decode_on_the_way(name: str) -> None:
     """Those of the scratch, but for the order of sums: an expert without rows, entries left over, part of a matrix."""
     kind, rows, cols, n = type_by_name(name), 40, 256, 7
@@ -331,7 +331,7 @@ def compile_attention(dim: int, arch: int) -> str:
 
 
 def compile_coded(type_id: int, is_double: bool, arch: int) -> None:
-    width, block_bytes = TYPE_CLASS[type_id], quants.TYPES[type_id].block_bytes
+    width, block_bytes = quants.TYPES[type_id].block_size, quants.TYPES[type_id].block_bytes
     signature = {"x": "*fp16", "scale": "*fp32", "out": "*fp32", "index": "*i32", "tile_list": "*i32"}
     signature |= {"addresses": "*i64", "others": "*i64", "forms": "*i32", "values": "*i32"}
     integers = ("n_rows", "first", "x_first", "first_row", "out_stride", "start1", "start2", "start3", "start4")
@@ -344,7 +344,7 @@ def compile_coded(type_id: int, is_double: bool, arch: int) -> None:
         "ALIGN": 16,
     }
     numbers |= {"IS_SAME": layout.is_identity(type_id), "N": 768, "K": 2048, "M_BLOCK": 16, "N_BLOCK": 32}
-    numbers |= {"J": 1 if width == 256 else 4, "ACTIVATION": 0 if is_double else -1}
+    numbers |= {"J": max(128 // width, 1), "ACTIVATION": 0 if is_double else -1}
     compile_kernel(
         "freetoken.kernels.coded", "coded_kernel", signature, numbers,
         divisible=("x", "scale", "out", "index", "tile_list", "addresses", "others", "forms", "values", "out_stride"),

@@ -159,7 +159,7 @@ def _launch(
 ) -> None:  # fmt: skip
     check("x", x.x, torch.float16, x.x.shape[0], w.cols)
     check_rows("out", out, out.shape[0], rows)
-    width, block_bytes = TYPE_CLASS[w.type_id], quants.TYPES[w.type_id].block_bytes
+    width, block_bytes = quants.TYPES[w.type_id].block_size, quants.TYPES[w.type_id].block_bytes
     a_row = w.cols // width
     j = next(j for j in (8, 4, 2, 1) if a_row % j == 0 and j * width <= max(width, 128))
     starts = [*layout.plane_offsets(w.type_id, w.matrix_rows * a_row)[1:-1], *[0] * MAX_FIELDS][: MAX_FIELDS - 1]
