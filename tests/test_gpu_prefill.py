@@ -220,6 +220,7 @@ def test_bits_do_not_depend_on_where_experts_come_from(mixed: Path, threads: nat
         assert torch.equal(found[0], other)
 
 
+@pytest.mark.slow  # test_survivors has it by default
 def test_experts_that_move_between_layers(mixed: Path, threads: native.Pool) -> None:
     """A decode step between two layers takes slots from some experts and gives them to others."""
     m = Model(mixed, threads)
@@ -252,6 +253,7 @@ def test_stopping(mixed: Path, threads: native.Pool) -> None:
     m.file.close()
 
 
+@pytest.mark.slow  # test_survivors has it by default
 def test_staged_experts_can_be_kept(mixed: Path, threads: native.Pool) -> None:
     m = Model(mixed, threads)
     heard: list[int] = []
