@@ -85,13 +85,6 @@ CASES: dict[str, Case] = {
         {"HAS_CAP": True, "BLOCK": 1024},
         4,
     ),
-    "argmax": (
-        "sampler",
-        "argmax_kernel",
-        {"logits": FLOATS, "best": "*i64", "arrived": INTS, "tokens": INTS},
-        {"N": 151936, "N_PARTS": 38, "BLOCK": 4096},
-        4,
-    ),
 }
 
 

@@ -34,7 +34,7 @@ from freetoken.kernels.norm import Norm, Rows, combine_rows
 from freetoken.kernels.pages import PAGE, Pages
 from freetoken.kernels.rope import Angles, Projection, rotate_and_store
 from freetoken.kernels.router import route
-from freetoken.kernels.sampler import argmax
+from freetoken.kernels.sampler import N_FIELDS, Mode, SampleRoom, sample
 
 DIM, N_HEAD, N_KV, HEAD_DIM = 2048, 32, 4, 128
 N_EXPERT, N_USED, N_FF, N_VOCAB, N_LAYER = 128, 8, 768, 151936, 48
@@ -117,6 +117,20 @@ def source(type_id: int, n: int, cols: int) -> Activation | torch.Tensor:
     return out
 
 
+class Greedy:
+    """The sampler of n greedy rows, with what it keeps."""
+
+    def __init__(self, n: int) -> None:
+        self._room = SampleRoom.empty(n, N_VOCAB, DEVICE)
+        self._params = torch.zeros((n, N_FIELDS), dtype=torch.int32, device=DEVICE)
+        self._params[:, 0] = Mode.GREEDY
+        self._uniforms = torch.zeros(n, dtype=torch.float64, device=DEVICE)
+        self._tokens, self._status = (torch.zeros(n, dtype=torch.int32, device=DEVICE) for _ in range(2))
+
+    def __call__(self, logits: torch.Tensor) -> None:
+        sample(logits, self._params, self._uniforms, self._tokens, self._status, self._room)
+
+
 class Kernels:
     """All cases for a number of tokens. What is large is made when its case comes."""
 
@@ -148,7 +162,7 @@ class Kernels:
         for fills in (0, 1, 2, 4, 8):
             yield f"fill {fills} Q4_K", lambda name, f=fills: self.fills(name, f, Type.Q4_K)
         yield "fill 8 Q6_K", lambda name: self.fills(name, 8, Type.Q6_K)
-        yield "argmax", self.sampler
+        yield "sample greedily", self.sampler
 
     def dense(self, name: str, type_id: Type, rows: int, cols: int) -> Case:
         data = laid_rows(type_id, rows, cols)
@@ -223,9 +237,8 @@ class Kernels:
 
     def sampler(self, name: str) -> Case:
         logits = normal(self.n, N_VOCAB)
-        best = torch.full((self.n,), -(2**63), dtype=torch.int64, device=DEVICE)
-        arrived, tokens = (torch.zeros(self.n, dtype=torch.int32, device=DEVICE) for _ in range(2))
-        return Case(name, [lambda: argmax(logits, best, arrived, tokens)], logits.nbytes)
+        greedy = Greedy(self.n)
+        return Case(name, [lambda: greedy(logits)], logits.nbytes)
 
 
 @triton.jit
@@ -308,8 +321,7 @@ class Step:
         self.head = Matrix(Type.Q6_K, N_VOCAB, DIM, laid_rows(Type.Q6_K, N_VOCAB, DIM))
         self.cache = slot_cache(N_EXPERT * n_layer, n_layer)
         self.vocab = torch.zeros(n, N_VOCAB, device=DEVICE)
-        self.best = torch.full((n,), -(2**63), dtype=torch.int64, device=DEVICE)
-        self.arrived, self.tokens = (torch.zeros(n, dtype=torch.int32, device=DEVICE) for _ in range(2))
+        self.greedy = Greedy(n)
         everyone = torch.arange(N_EXPERT, dtype=torch.int32, device=DEVICE)
         for i in range(n_layer):
             self.cache.adopt(i, everyone, everyone)
@@ -337,7 +349,7 @@ class Step:
         for i in range(self.n_layer):
             self.layer(i)
         matvec(self.head, self.x, self.vocab)
-        argmax(self.vocab, self.best, self.arrived, self.tokens)
+        self.greedy(self.vocab)
 
 
 def step_us(n: int, context: int, *, has_cache: bool) -> float:

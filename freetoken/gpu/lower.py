@@ -290,9 +290,9 @@ class Lowering:
         return [found[id(linear)] for linear in linears]
 
     def _attention(self, node: t.Attention) -> None:
-        q, q_norm, table = _unwrapped(node.q)
-        k, k_norm, _ = _unwrapped(node.k)
-        v, _, _ = _unwrapped(node.v)
+        q, q_norm, table = t.unwrapped(node.q)
+        k, k_norm, _ = t.unwrapped(node.k)
+        v, _, _ = t.unwrapped(node.v)
         if table is None:
             raise NotImplementedError("attention without a rotation")
         rows = self._joined([q, k, v], node, with_bias=False)
@@ -362,18 +362,6 @@ class Lowering:
 
 def _is_anchor(node: t.Node) -> bool:
     return isinstance(node, t.Attention | t.Glu | t.Routes) or (isinstance(node, t.Norm) and bool(node.needs))
-
-
-def _unwrapped(node: t.Node) -> tuple[t.Linear, blocks.Norm | None, blocks.RopeTable | None]:
-    """A projection under its norm and its rotation."""
-    table = each = None
-    if isinstance(node, t.Rotated):
-        table, node = node.table, node.x
-    if isinstance(node, t.Norm):
-        each, node = node.norm, node.x
-    if not isinstance(node, t.Linear):
-        raise NotImplementedError(f"attention of {type(node).__name__} rows")
-    return node, each, table
 
 
 def _last_uses(nodes: list[t.Node]) -> dict[int, int]:

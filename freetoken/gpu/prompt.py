@@ -399,17 +399,12 @@ class PromptProgram:
         self._add(run, ref)
 
     def _unwrapped(self, node: t.Node) -> tuple[t.Linear, blocks.Norm | None, RopeTable | None]:
-        """A projection under its norm and its rotation."""
-        table = norm = None
-        if isinstance(node, t.Rotated):
+        """A projection under its norm and its rotation, which count as done."""
+        linear, norm, table = t.unwrapped(node)
+        while node is not linear:
             self._done.add(id(node))
-            table, node = node.table, node.x
-        if isinstance(node, t.Norm):
-            self._done.add(id(node))
-            norm, node = node.norm, node.x
-        if not isinstance(node, t.Linear):
-            raise NotImplementedError(f"attention of {type(node).__name__} rows")
-        return node, norm, table
+            node = next(node.inputs())
+        return linear, norm, table
 
     def _route(self, node: t.Routes) -> None:
         logits = self._rows(node.logits)

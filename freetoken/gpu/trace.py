@@ -31,6 +31,7 @@ __all__ = [
     "Sum",
     "Tail",
     "Trace",
+    "unwrapped",
 ]
 
 
@@ -146,6 +147,18 @@ class Tail(Node):
     """The last n rows of x."""
 
     x: Node
+
+
+def unwrapped(node: Node) -> tuple[Linear, blocks.Norm | None, RopeTable | None]:
+    """A projection under its norm and its rotation."""
+    table = norm = None
+    if isinstance(node, Rotated):
+        table, node = node.table, node.x
+    if isinstance(node, Norm):
+        norm, node = node.norm, node.x
+    if not isinstance(node, Linear):
+        raise NotImplementedError(f"attention of {type(node).__name__} rows")
+    return node, norm, table
 
 
 AnyNode = TypeVar("AnyNode", bound=Node)

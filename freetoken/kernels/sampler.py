@@ -1,4 +1,4 @@
-"""Sampling on the GPU: the largest logit (`argmax`), or a draw from the common chain of samplers (`sample`).
+"""Sampling on the GPU: the largest logit, or a draw from the common chain of samplers.
 
 `sample` is two launches. The first finds a row's largest logit, and a bound that at least `top_k` entries reach and not
 many more: it counts the largest logits of small groups in linear bins, which takes few atomics, and goes down from the
@@ -21,9 +21,8 @@ from freetoken.kernels.functions import exp
 from freetoken.kernels.launch import options, wait
 from freetoken.kernels.router import order_of
 
-__all__ = ["MAX_TOP_K", "N_FIELDS", "Mode", "SampleRoom", "argmax", "sample"]
+__all__ = ["MAX_TOP_K", "N_FIELDS", "Mode", "SampleRoom", "sample"]
 
-BLOCK = 4096
 PART = 1024
 """Logits of one program of `sample`."""
 BINS = 4096
@@ -78,23 +77,6 @@ def key_of(x, token, mask):
 @triton.jit
 def token_of(key):
     return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
-
-
-@triton.jit
-def argmax_kernel(logits, best, arrived, tokens, N: tl.constexpr, N_PARTS: tl.constexpr, BLOCK: tl.constexpr,
-                  IS_CHAINED: tl.constexpr):  # fmt: skip
-    """The largest of BLOCK logits; the program that comes last of a row takes the largest of all parts."""
-    wait(IS_CHAINED)
-    part = tl.program_id(0)
-    row = tl.program_id(1)
-    token = part * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row.to(tl.int64) * N + token, mask=token < N, other=float("-inf"))
-    tl.atomic_max(best + row, tl.max(key_of(x, token, token < N), axis=0), sem="relaxed")
-    if tl.atomic_add(arrived + row, 1, sem="acq_rel") == N_PARTS - 1:
-        top = tl.atomic_max(best + row, NOTHING, sem="relaxed")
-        tl.store(tokens + row, token_of(top))
-        tl.store(best + row, NOTHING)
-        tl.store(arrived + row, 0)
 
 
 @triton.jit
@@ -298,22 +280,6 @@ def choose_kernel(
                     logits, sums + row * N_PARTS, largest, scaled_top, settings, u, N, N_PARTS, PARTS_BLOCK, PART
                 )
                 tl.store(tokens + row, drawn)
-
-
-def argmax(logits: torch.Tensor, best: torch.Tensor, arrived: torch.Tensor, tokens: torch.Tensor) -> None:
-    """tokens int32 [n] of the largest of logits fp32 [n, n_vocab].
-
-    `best` int64 [n] starts at the least int64 and `arrived` int32 [n] at 0; a launch leaves both so.
-    """
-    n, n_vocab = logits.shape
-    check("logits", logits, torch.float32, n, n_vocab)
-    check("best", best, torch.int64, n)
-    check("arrived", arrived, torch.int32, n)
-    check("tokens", tokens, torch.int32, n)
-    n_parts = -(-n_vocab // BLOCK)
-    argmax_kernel[(n_parts, n)](
-        logits, best, arrived, tokens, N=n_vocab, N_PARTS=n_parts, BLOCK=BLOCK, num_warps=4, **options(logits)
-    )
 
 
 @dataclass(frozen=True)
