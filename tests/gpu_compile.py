@@ -11,6 +11,9 @@ import importlib
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import torch
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 120)
 """Compute capabilities, as major * 10 + minor."""
@@ -39,6 +42,40 @@ def compile_kernel(
     pool = _processes()
     spec = module, name, signature, constexprs, divisible, warps, stages
     return "".join(each.result(timeout=170) for each in [pool.submit(_compile, arch, *spec) for arch in archs])
+
+
+TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8"}
+Launched = tuple[Any, tuple[int, int, int], tuple[Any, ...], tuple[Any, ...], int, int]
+
+
+class Launches:
+    """Stands in for `fast_launch.launch`: keeps what would run, so that a launcher's own constants are compiled."""
+
+    def __init__(self) -> None:
+        self.kept: list[Launched] = []
+
+    def __call__(
+        self, kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...],
+        warps: int, stages: int = 3,
+    ) -> None:  # fmt: skip
+        self.kept.append((kernel, grid, arguments, constants, warps, stages))
+
+    def compile(self, archs: tuple[int, ...]) -> None:
+        """Compile all that was launched."""
+        for kernel, _, arguments, constants, warps, stages in self.kept:
+            names = kernel.arg_names
+            numbers: dict[str, object] = dict(zip(names[len(arguments) :], constants, strict=True))
+            signature = {}
+            for name, argument in zip(names, arguments, strict=False):
+                if argument is None:
+                    numbers[name] = None
+                elif isinstance(argument, torch.Tensor):
+                    signature[name] = TYPES[argument.dtype]
+                else:
+                    signature[name] = "i32" if isinstance(argument, int) else "fp32"
+            pointers = tuple(name for name, kind in signature.items() if kind[0] == "*")
+            place, name = kernel.fn.__module__, kernel.fn.__name__
+            compile_kernel(place, name, signature, numbers, divisible=pointers, warps=warps, stages=stages, archs=archs)
 
 
 @functools.cache
