@@ -121,9 +121,9 @@ def test_a_loop_that_fails_says_so() -> None:
 
 def test_layers_by_format() -> None:
     q4, q6 = (GgmlType.Q4_K,) * 3, (GgmlType.Q4_K, GgmlType.Q4_K, GgmlType.Q6_K)
-    layers = [make_layer(0, q4), None, make_layer(2, q6), make_layer(3, q4), make_layer(4, q4)]
-    size = sum(bank.data.nbytes for bank in layers[0].banks)  # type: ignore[union-attr]
-    found = alike(layers, 2 * size)
+    first = make_layer(0, q4)
+    layers = [first, None, make_layer(2, q6), make_layer(3, q4), make_layer(4, q4)]
+    found = alike(layers, 2 * sum(bank.data.nbytes for bank in first.banks))
     assert {str(kind): [layer.layer for layer in some] for kind, some in found.items()} == {
         "Q4_K 256x256": [0, 3],
         "Q4_K/Q4_K/Q6_K 256x256": [2],
@@ -221,7 +221,12 @@ def test_a_link_that_slept_is_woken(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     own(tmp_path, [make_layer()])
     answers = iter([replace(NOW, link="1 x16"), replace(NOW, link="1 x16"), NOW])
     copies: list[int] = []
-    monkeypatch.setattr(profiled, "copy_gbs", lambda *_: copies.append(1) or 0.0)
+
+    def copy(*_: object) -> float:
+        copies.append(1)
+        return 0.0
+
+    monkeypatch.setattr(profiled, "copy_gbs", copy)
     with Pool(1) as pool:
         found = own_profile([make_layer()], torch.device("cpu"), pool, lambda: next(answers), where=tmp_path)
     assert found.conditions == NOW and len(copies) == 2

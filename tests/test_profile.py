@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -162,7 +163,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(profile.os, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     assert store(entry(copy_gbs=1.0), tmp_path) is None
     assert path_of("GPU-1", tmp_path).read_text() == before
 
