@@ -237,13 +237,14 @@ def test_limits_of_a_table(limits: dict[str, int], most: int) -> None:
     assert tables.max() == most
 
 
-def test_a_least_fill_and_slack() -> None:
+def test_a_least_fill_and_a_slower_cpu() -> None:
     slow = entry(formats={KIND: straight(1.0, 100.0)})
     assert not split_tables(slow, [KIND], 4).any()
     assert split_tables(slow, [KIND], 4, min_fill=1)[0].tolist() == [0, 1, 1, 1, 1]
     some = entry(formats={KIND: straight(25.0, 60.0)})
-    tight, loose = (split_tables(some, [KIND], 16, slack=slack)[0] for slack in (0.0, 0.25))
-    assert (loose >= tight).all() and loose.sum() > tight.sum()
+    for known in (some, entry(formats={}, copy_gbs=25.0, read_gbs=60.0)):
+        fast, slow_ = (split_tables(known, [KIND], 16, cpu_factor=factor)[0] for factor in (1.0, 2.5))
+        assert (slow_ >= fast).all() and slow_.sum() > fast.sum()
 
 
 def test_a_table_that_fills_everything() -> None:
