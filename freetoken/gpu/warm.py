@@ -1,5 +1,5 @@
-"""What a model runs before anybody asks: the step of one sequence at load, and a prompt where the kernels have yet to be
-compiled; the shapes of first requests while idle. Used by the engine thread only.
+"""What a model runs before anybody asks: the step of one sequence at load, and a prompt too where the kernels have yet
+to be compiled; the shapes of first requests while idle. Used by the engine thread only.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class WarmUp:
         self._later: collections.deque[tuple[str, int, bool]] = collections.deque()
 
     def load(self, on_progress: OnProgress) -> None:
-        """Run the step of one sequence; where its kernels had to be compiled, what first prompts take too. `on_progress`
-        hears how much is done, from 0 to 1. Raises what the step raises."""
+        """Run the step of one sequence; where its kernels had to be compiled, what first prompts take too.
+
+        `on_progress` hears how much is done, from 0 to 1. Raises what the step raises."""
         progress = CompileProgress(on_progress)
         with timed("first program"):
             samples = not self._model.first_layer  # behind layers on the CPU nothing is sampled on the GPU
