@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
+from conftest import CACHE
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 120)
 """Compute capabilities, as major * 10 + minor."""
@@ -84,7 +85,9 @@ def _processes() -> ProcessPoolExecutor:
 
 
 def _leave_the_interpreter() -> None:
+    """Their cache is their own: the engine keeps no PTX in the user's."""
     os.environ.pop("TRITON_INTERPRET", None)
+    os.environ["TRITON_CACHE_DIR"] = str(CACHE / "triton")
 
 
 def _compile(

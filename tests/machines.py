@@ -49,7 +49,7 @@ class Machine:
     meeting_s: float = 5e-6
     """What a layer's meeting with the CPU costs."""
     effect: float = 1.0
-    """Of fills on later misses, in `Candidate.miss_ratio`."""
+    """Of fills on later hits, as `Candidate.kept_hits` takes it."""
     now: float = 0.0
     _rng: np.random.Generator = field(init=False)
     _rate: float = field(init=False)
@@ -82,7 +82,7 @@ class Machine:
         return float(np.mean([self.step_s(candidate, misses) for misses in steps]))
 
     def _usual_rate(self, candidate: Candidate) -> float:
-        return min(self.miss_rate * candidate.miss_ratio(self.effect), 0.95)
+        return 1.0 - (1.0 - self.miss_rate) * candidate.kept_hits(self.effect)
 
     def step(self, candidate: Candidate, *, knows_misses: bool = True) -> Sample:
         """One step of a text whose misses come and go slowly, with noise, and now and then an interruption."""
@@ -92,4 +92,6 @@ class Machine:
         if self._rng.random() < 0.01:
             seconds *= 4
         self.now += seconds
-        return Sample(seconds, int(misses.sum()) if knows_misses else -1)
+        if not knows_misses:
+            return Sample(seconds)
+        return Sample(seconds, int(misses.sum()), hits=8 * N_LAYER - int(misses.sum()))

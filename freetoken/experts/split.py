@@ -104,14 +104,14 @@ def measured_table(
 def times(points: Mapping[int, float], n_max: int) -> np.ndarray:
     """fp64 [n_max + 1]: seconds by number of experts, from some measured counts (1, 2, 4, 8, ...).
 
-    Straight lines between the points and from (0, 0), past the last one with the last line's slope; never falling, so
-    that noise does not make one more expert cheaper.
+    Straight lines between the points and from (0, 0), past the last one with the last line's slope. No count takes
+    longer than a larger one: noise only ever adds, so the lower time is the truer one.
     """
     known = sorted((n, t) for n, t in points.items() if n > 0)
     if not known:
         raise ValueError("no measured time: at least one number of experts is needed")
     xs, ys = (np.array([0.0, *values]) for values in zip(*known, strict=True))
-    ys = np.maximum.accumulate(ys)
+    ys = np.minimum.accumulate(ys[::-1])[::-1]
     n = np.arange(n_max + 1, dtype=np.float64)
     slope = (ys[-1] - ys[-2]) / (xs[-1] - xs[-2])
     inside: np.ndarray = np.interp(n, xs, ys)

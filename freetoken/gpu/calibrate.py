@@ -45,19 +45,20 @@ SETTLE = 2
 """First ones of a burst that do not count: they were launched before, or find what the last candidate left."""
 SCOUT = SETTLE + 2
 """Steps of a first burst: the hopeless are not to spend the time of the others."""
-ROUNDS, LAST_ROUNDS = 2, 4
+ROUNDS, LAST_ROUNDS = 2, 9
 """Bursts of each candidate in a stage, and in that of the last two."""
 HOPELESS_AT_ONCE, HOPELESS = 2.0, 1.3
 """Candidates so many times slower than the best leave after the first burst and after a stage, whatever their rank."""
-LEAST_FOR_SLOPE = 6
-"""Samples that tell what a miss costs."""
+USUAL_SLOPE, SLOPE_SAMPLES = 0.7, 10
+"""Share of a step's time that its misses take, as long as no more samples than these say otherwise."""
 KEEP = 0.98
 """The incumbent goes for a candidate that takes less than this share of its time."""
 OTHER_SHARE = 0.15
 """Candidates whose shares of fills differ by less have the same misses."""
-MISSED_AGAIN = 0.8
-"""Share by which misses grow where none is ever filled: hits of 50% of what is 72% with fills."""
-MAX_EFFECT = 4.0
+LOST_HITS = 0.4
+"""Share of the hits that go where no miss is ever filled: 72% become 43%."""
+MAX_EFFECT, TELLING = 2.5, 0.2
+"""Limit of what is measured of it, and from which difference in hits, by the guess, that is all believed."""
 OUTLIER = 3.0
 """Steps so many times longer than the median say nothing about misses."""
 
@@ -78,19 +79,20 @@ class Candidate:
         some = [m for m in USUAL_MISSES if m < self.table.shape[1]]
         return float(np.mean(self.table[:, some] / np.array(some))) if some else 1.0
 
-    def miss_ratio(self, effect: float = 1.0) -> float:
-        """How many times the misses are expected in the long run that come where all are filled: what is not filled
-        will be missed again. A guess at effect 1, which long trials put right."""
-        return 1.0 + effect * MISSED_AGAIN * (1.0 - self.fill_share) ** 2
+    def kept_hits(self, effect: float = 1.0) -> float:
+        """Share of the hits that remain in the long run, of those that come where every miss is filled: what is not
+        filled will be missed again. A guess at effect 1, which long trials put right."""
+        return max(1.0 - effect * LOST_HITS * (1.0 - self.fill_share) ** 2, 0.0)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One step: how long it took, the misses of all its layers (-1: not known) and its rows."""
+    """One step: how long it took, its rows, and the misses and hits of all its layers (-1: not known)."""
 
     seconds: float
     misses: int = -1
     n_rows: int = 1
+    hits: int = -1
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ class Trial:
     ) -> None:
         """The incumbent, if any, wins against what is hardly faster; else the first wins ties. In a long trial bursts
         are so long that each candidate has the misses that come of its own fills, so these count; else all are judged
-        at the misses of all, times `Candidate.miss_ratio` of their fills under an effect."""
+        at the hits of all, less those that `Candidate.kept_hits` takes under an effect of fills."""
         if not tried:
             raise ValueError("a trial of no candidates")
         self._incumbent = incumbent
@@ -210,14 +212,22 @@ class Trial:
         everything = [sample for samples in self._samples.values() for sample in samples]
         if self._is_long or not all(sample.misses >= 0 for sample in everything):
             return {name: _middle(samples) for name, samples in self._samples.items() if samples}
-        mean = statistics.fmean(sample.misses for sample in everything) if everything else 0.0
         effect = self._effect if effect is None else effect
         ran = [(candidate, self._samples[candidate.name]) for candidate in self._tried]
-        return {c.name: _at_misses(samples, mean * c.miss_ratio(effect)) for c, samples in ran if samples}
+        kept = {c.name: c.kept_hits(effect) for c, _ in ran}
+        # the hits that came are those of all candidates' fills in turn
+        hits = sum(max(sample.hits, 0) for sample in everything)
+        whole = hits / max(sum(kept[c.name] * len(samples) for c, samples in ran), 1e-9)
+        routed = (sum(sample.misses for sample in everything) + hits) / max(len(everything), 1)
+        return {
+            c.name: _at_misses(samples, max(routed - min(whole * kept[c.name], routed), 0.0))
+            for c, samples in ran
+            if samples
+        }
 
-    def misses(self) -> dict[str, float]:
-        """Of each candidate that has run: mean misses a step, -1 for unknown ones."""
-        return {name: statistics.fmean(s.misses for s in some) for name, some in self._samples.items() if some}
+    def hits(self, name: str) -> float:
+        """Mean hits a step of a candidate that has run, below 0 where they are not known."""
+        return statistics.fmean(sample.hits for sample in self._samples[name])
 
     def choice(self) -> Choice:
         return Choice(self.best, self.seconds() or {self.best.name: 0.0}, self.n_steps)
@@ -230,7 +240,7 @@ class Trial:
         self._round += 1
         n_rounds = LAST_ROUNDS if len(self._alive) <= 2 and not self._is_long else ROUNDS
         if self._stage == 0:
-            self._keep(len(self._alive), HOPELESS_AT_ONCE)
+            self._drop_hopeless()
         elif self._round >= n_rounds:
             if len(self._alive) <= 2:
                 self.is_over = True
@@ -239,14 +249,23 @@ class Trial:
         # there and back, so that a drift of the machine meets all alike
         self._order = list(self._alive) if self._round % 2 == 0 else list(reversed(self._alive))
 
+    def _drop_hopeless(self) -> None:
+        """After the first bursts, by the quickest step of each."""
+        least = {c.name: min(sample.seconds for sample in self._samples[c.name]) for c in self._alive}
+        limit = HOPELESS_AT_ONCE * min(least.values())
+        self._go_on([c for c in self._alive if least[c.name] <= limit])
+
     def _keep(self, n: int, limit: float) -> None:
         """Begin the next stage with the n fastest, of those within the limit."""
         seconds = self.seconds()
         ranked = sorted(self._alive, key=lambda candidate: seconds[candidate.name])
         kept = [c for c in ranked[:n] if seconds[c.name] <= limit * seconds[ranked[0].name]]
-        self._alive = [candidate for candidate in self._alive if candidate in kept]
+        self._go_on([candidate for candidate in self._alive if candidate in kept])
+
+    def _go_on(self, alive: list[Candidate]) -> None:
+        self._alive = alive
         self._stage, self._round = self._stage + 1, 0
-        self.is_over = len(self._alive) == 1
+        self.is_over = len(alive) == 1
 
 
 def _middle(samples: Sequence[Sample]) -> float:
@@ -264,8 +283,9 @@ def _at_misses(samples: Sequence[Sample], misses: float) -> float:
     spread = float(x @ x)
     # without misses a step takes no less than nothing
     most = float(y.mean()) / max(float(counts[usual].mean()), 1.0)
-    is_known = spread > 0 and len(samples) >= LEAST_FOR_SLOPE
-    slope = min(max(float(x @ y) / spread, 0.0), most) if is_known else 0.5 * most
+    # few samples say little of the slope: they are joined by some that say the usual
+    weight = SLOPE_SAMPLES * max(spread / len(x), 1.0)
+    slope = min(max((float(x @ y) + weight * USUAL_SLOPE * most) / (spread + weight), 0.0), most)
     return float(np.median(seconds - slope * (counts - misses)))
 
 
@@ -284,14 +304,15 @@ def contender(trial: Trial, tried: Sequence[Candidate]) -> Candidate | None:
 
 
 def effect_of(trial: Trial, one: Candidate, other: Candidate) -> float:
-    """The effect of fills on later misses, by a long trial of two candidates; the guess where misses are not known."""
-    misses = trial.misses()
-    few, many = sorted((one, other), key=lambda c: c.miss_ratio())
-    if not misses.get(few.name, 0.0) > 0:
+    """The effect of fills on later hits, by a long trial of two candidates; the guess where hits are not known."""
+    few, many = sorted((one, other), key=lambda c: c.fill_share)
+    if trial.hits(few.name) <= 0 or trial.hits(many.name) <= 0:
         return 1.0
-    ratio = misses[many.name] / misses[few.name]
-    weight = many.miss_ratio() - 1.0 - ratio * (few.miss_ratio() - 1.0)
-    return min(max((ratio - 1.0) / weight, 0.0), MAX_EFFECT) if weight > 0 else MAX_EFFECT
+    ratio = trial.hits(few.name) / trial.hits(many.name)
+    weight = (1.0 - few.kept_hits()) - ratio * (1.0 - many.kept_hits())
+    found = min(max((1.0 - ratio) / weight, 0.0), MAX_EFFECT) if weight > 0 else MAX_EFFECT
+    # candidates that hardly differ in their fills say little of what fills do
+    return 1.0 + (found - 1.0) * min(1.0, (many.kept_hits() - few.kept_hits()) / TELLING)
 
 
 def choose(
@@ -305,10 +326,13 @@ def choose(
     """Time the candidates for at most so many seconds; `run` makes some decode steps under one of them."""
     trial = Trial(tried, incumbent=tried[0].name, effect=effect)
     began = clock()
-    while not trial.is_over and clock() - began < budget_s:
+    step_s = budget_s / (2 * len(tried))
+    while not trial.is_over and clock() - began + step_s < budget_s:
         candidate = trial.current
-        for sample in run(candidate, min(trial.n_left, 4)):
+        n = max(1, min(trial.n_left, int((budget_s - (clock() - began)) / step_s)))
+        for sample in run(candidate, n):
             trial.add(candidate.name, sample)
+            step_s = sample.seconds
     choice = trial.choice()
     log.info("experts: %s", choice)
     return choice

@@ -49,7 +49,7 @@ class ExpertLaunches(Protocol):
         """What writes rows fp32 [pairs, n_embd] for ids int32 [n, k]; x holds the input rows by class."""
 
     def settle(self) -> None:
-        """Let what is launched from now on come after what the experts have begun."""
+        """Let what is launched from now on come after what the experts have begun at load."""
 
 
 @dataclass

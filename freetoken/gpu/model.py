@@ -13,6 +13,7 @@ import torch
 from freetoken import native
 from freetoken.batch import Batch
 from freetoken.blocks import Model
+from freetoken.errors import EngineError
 from freetoken.experts.bank import LayerBanks, expert_banks
 from freetoken.experts.pin import Pinned
 from freetoken.gguf import ModelFile
@@ -61,7 +62,7 @@ class GpuModel:
         placement: Placement,
         pool: native.Pool,
     ) -> None:
-        """`pool` decodes weights of types without a kernel."""
+        """`pool` copies experts that stay on the device, and decodes weights of types without a kernel."""
         started = time.monotonic()
         plan = self.plan = placement.plan
         device = self.device = torch.device(placement.device)
@@ -83,7 +84,7 @@ class GpuModel:
         self._warm_up = WarmUp(self)
         self.experts: GpuExperts | None = None
         if plan.classes:
-            self.experts = self._expert_slots(file, spec, options, placement)
+            self.experts = self._expert_slots(file, spec, options, placement, pool)
         elif placement.start is not None:
             placement.start.drop()
         n_positions = n_ctx_pages * PAGE
@@ -162,6 +163,8 @@ class GpuModel:
         if self._prefill is None:
             # matrices are joined as a step's launches want them, so a program comes first
             self.decoder.program(1, 1, 1, is_sampled=not self.first_layer)
+            if self.experts is not None:
+                self.experts.settle()
             self._prefill = Prefill(
                 self._model,
                 self._weights,
@@ -178,7 +181,9 @@ class GpuModel:
 
     def close(self) -> None:
         """Unlock the experts' pages. The model must not be used afterwards."""
-        with suppress(RuntimeError):  # of a device that is lost
+        with suppress(RuntimeError, EngineError):  # of a device that is lost
+            if self.experts is not None:
+                self.experts.settle()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         if self._pinned is not None:
@@ -186,18 +191,18 @@ class GpuModel:
             self._pinned = None
 
     def _expert_slots(
-        self, file: ModelFile, spec: ModelSpec, options: EngineOptions, placement: Placement
+        self, file: ModelFile, spec: ModelSpec, options: EngineOptions, placement: Placement, pool: native.Pool
     ) -> GpuExperts:
         first = self.first_layer
         layers: Sequence[LayerBanks | None] = [None] * first + list(expert_banks(spec, file)[first:])
         if self.device.type == "cuda":
             with timed("waiting for locked pages"):
-                # with layers on the CPU, fewer are locked than have begun to be
-                pinned = None if placement.start is None or first else placement.start.take()
-                if placement.start is not None:
-                    placement.start.drop()
-            self._pinned = pinned or pin_experts(layers, self.device.index or 0)
-            layers = self._pinned.layers
+                pinned = None if placement.start is None else placement.start.take(first)
+            if self.plan.backend != "fused":
+                self._pinned = pinned or pin_experts(layers, self.device.index or 0)
+                layers = self._pinned.layers
+            elif pinned is not None:
+                pinned.close()  # they are copied once
         plan = self.plan
         experts = GpuExperts(
             layers,
@@ -209,8 +214,7 @@ class GpuModel:
             staging=_staging(plan),
             edges=() if self._pinned is None else self._pinned.edges,
         )
-        with timed("launching the copies of residents"):
-            experts.load_residents()
+        experts.load_residents(pool)
         return experts
 
 

@@ -23,11 +23,11 @@ __all__ = ["own_profile"]
 
 logger = logging.getLogger(__name__)
 
-MEASURE_S = 1.4
-"""For all figures together; captures and copies take the rest of two seconds."""
+MEASURE_S = 1.0
+"""For all figures together; captures, copies and a first reading take the rest of two seconds."""
 MAX_FORMATS = 4
 """Formats that a start measures, those of the most layers; others follow the rates of these."""
-LEAST_BYTES = 1 << 30
+LEAST_BYTES = 512 << 20
 """Of a format's layers, that misses come from memory and not from caches."""
 WAKE_S = 0.3
 FILL_COUNTS = (max(SHORT_COUNTS), 2, 1)
@@ -58,16 +58,17 @@ def own_profile(
         logger.info("the split follows the profile of %s", found.entry.measured[:10])
         return found.entry
     reason = found.reason or f"the profile of {found.entry.measured[:10]} lacks {', '.join(map(str, missing))}"  # type: ignore[union-attr]
-    logger.info("%s: measuring for %.0f s (ft bench bw -m FILE takes more care)", reason, measure_s)
+    logger.info("%s: measuring for two seconds (ft bench bw -m FILE takes more care)", reason)
     started = time.monotonic()
     make = _make_fills if make_fills is None else make_fills
     budget_s = measure_s / (n_figures(SHORT_COUNTS, with_fills=True) * len(missing))
     formats = {}
+    b_h = 0.0
     for kind in missing:
+        b_h = max(b_h, read_gbs(pool, groups[kind], 0.02))
         side = CpuSide(pool, groups[kind], n_planes)
         formats[kind] = measure(make(groups[kind], device), side, counts=SHORT_COUNTS, budget_s=budget_s)
-    rates = copy_gbs(groups[wanted[0]], device), read_gbs(pool, groups[wanted[0]][:1], 0.05)
-    entry = Entry.new(ask(), copy_gbs=rates[0], read_gbs=rates[1], formats=formats)
+    entry = Entry.new(ask(), copy_gbs=copy_gbs(groups[wanted[0]], device), read_gbs=b_h, formats=formats)
     logger.info("fills and experts on the CPU measured in %.1f s", time.monotonic() - started)
     if found.entry is not None:
         entry = replace(found.entry.joined(entry), conditions=found.entry.conditions)

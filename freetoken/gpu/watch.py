@@ -125,13 +125,13 @@ class Watcher:
     def is_trying(self) -> bool:
         return self._trial is not None
 
-    def on_step(self, ran: str, seconds: float, misses: int, fills: int, n_rows: int) -> Candidate | None:
-        """A step of the candidate named has ended, with the misses and fills of all its layers (-1: not known). Returns
+    def on_step(self, ran: str, seconds: float, misses: int, hits: int, n_rows: int) -> Candidate | None:
+        """A step of the candidate named has ended, with the misses and hits of all its layers (-1: not known). Returns
         what shall run from now on, None where that stays."""
         if len(self._tried) < 2 or seconds <= 0:
             return None
         before = self.current
-        sample = Sample(seconds, misses, n_rows)
+        sample = Sample(seconds, misses, n_rows, hits)
         self._n_steps += 1
         self._look_at_load()
         if self._trial is not None:
