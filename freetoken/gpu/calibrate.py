@@ -338,13 +338,17 @@ def choose(
     return choice
 
 
-def with_choice(entry: Entry, what_for: str, choice: Choice, *, load: float | None = None) -> Entry:
-    """The profile with a choice in it; `load` is how many cores other programs took meanwhile."""
+def with_choice(
+    entry: Entry, what_for: str, choice: Choice, *, load: float | None = None, effect: float | None = None
+) -> Entry:
+    """The profile with a choice in it; `load` is how many cores other programs took meanwhile, `effect` what is known
+    of that of fills on later hits."""
     record: dict[str, Any] = {
         "chosen": choice.best.name,
         "milliseconds": {name: round(seconds * 1e3, 4) for name, seconds in choice.seconds.items()},
         "steps": choice.n_steps,
         "load_of_others": None if load is None else round(load, 2),
+        "effect_of_fills": None if effect is None else round(effect, 3),
         "when": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
     return replace(entry, choices=entry.choices | {what_for: record})
@@ -354,3 +358,9 @@ def remembered(entry: Entry, what_for: str, tried: Sequence[Candidate]) -> Candi
     """The candidate that was chosen last time, if it is there."""
     name = entry.choices.get(what_for, {}).get("chosen")
     return next((candidate for candidate in tried if candidate.name == name), None)
+
+
+def effect_remembered(entry: Entry, what_for: str) -> float | None:
+    """The effect of fills that a long trial once found; a file may hold anything."""
+    found = entry.choices.get(what_for, {}).get("effect_of_fills")
+    return float(found) if isinstance(found, int | float) and 0.0 <= found <= MAX_EFFECT else None
