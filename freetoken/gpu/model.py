@@ -147,6 +147,11 @@ class GpuModel:
         """Run one more program ahead of need, if any is left: whether one was."""
         return self._warm_up.more(should_stop)
 
+    @property
+    def is_warm(self) -> bool:
+        """Whether all has run that is run ahead of need."""
+        return self._warm_up.is_over
+
     def try_step(self, n: int, *, is_sampled: bool, on_kernel: Callable[[int, int], None] | None = None) -> int:
         """`GpuDecoder.try_out`."""
         with translated(self.device):
