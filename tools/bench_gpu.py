@@ -64,6 +64,8 @@ def engine_at(path: Path, rate: float, n_ctx: int, n_threads: int) -> Iterator[E
     engine = Engine(ModelOptions(path), options)
     engine.start()
     engine.wait_ready()
+    while not runner_of(engine).gpu.is_warm:  # type: ignore[union-attr]  # the engine's thread uses the card
+        time.sleep(0.05)
     try:
         yield engine
     finally:
