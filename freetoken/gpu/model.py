@@ -13,6 +13,7 @@ import torch
 from freetoken import native
 from freetoken.batch import Batch
 from freetoken.blocks import Model
+from freetoken.errors import EngineError
 from freetoken.experts.bank import LayerBanks, expert_banks
 from freetoken.experts.pin import Pinned
 from freetoken.gguf import ModelFile
@@ -23,6 +24,7 @@ from freetoken.gpu.experts import GpuExperts, Staging
 from freetoken.gpu.failures import translated
 from freetoken.gpu.inputs import Draws, Inputs
 from freetoken.gpu.kv import DeviceKV
+from freetoken.gpu.meet import Meetings
 from freetoken.gpu.place import Placement, place
 from freetoken.gpu.prefill import Prefill
 from freetoken.gpu.scratch import Scratch
@@ -60,8 +62,10 @@ class GpuModel:
         model: Model,
         placement: Placement,
         pool: native.Pool,
+        expert_pool: Callable[[], native.Pool] | None = None,
     ) -> None:
-        """`pool` decodes weights of types without a kernel."""
+        """`pool` decodes weights of types without a kernel; `expert_pool` gives one for experts on the CPU, by default
+        the same."""
         started = time.monotonic()
         plan = self.plan = placement.plan
         device = self.device = torch.device(placement.device)
@@ -83,7 +87,7 @@ class GpuModel:
         self._warm_up = WarmUp(self)
         self.experts: GpuExperts | None = None
         if plan.classes:
-            self.experts = self._expert_slots(file, spec, options, placement)
+            self.experts = self._expert_slots(file, spec, options, placement, expert_pool or (lambda: pool))
         elif placement.start is not None:
             placement.start.drop()
         n_positions = n_ctx_pages * PAGE
@@ -119,6 +123,12 @@ class GpuModel:
                 logits = self._long_pass().run(batch, should_stop, between_layers, hidden=hidden)
             found: np.ndarray = logits.cpu().numpy()
             return found
+
+    def use_split(self, backend: str, table: np.ndarray | None = None) -> None:
+        """How misses are shared between fills and the CPU from the next step on (`GpuExperts.use_split`)."""
+        if self.experts is None or self.experts.is_fused:
+            raise EngineError(f"experts' backend {backend!r}: no layer's experts take turns in slots")
+        self.experts.use_split(backend, table)
 
     def expert_counters(self) -> np.ndarray | None:
         """int64 [n_layer, 5] by `experts.slots.COUNTERS`, None without experts."""
@@ -178,6 +188,8 @@ class GpuModel:
 
     def close(self) -> None:
         """Unlock the experts' pages. The model must not be used afterwards."""
+        if self.experts is not None:
+            self.experts.close()
         with suppress(RuntimeError):  # of a device that is lost
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
@@ -186,7 +198,12 @@ class GpuModel:
             self._pinned = None
 
     def _expert_slots(
-        self, file: ModelFile, spec: ModelSpec, options: EngineOptions, placement: Placement
+        self,
+        file: ModelFile,
+        spec: ModelSpec,
+        options: EngineOptions,
+        placement: Placement,
+        pool: Callable[[], native.Pool],
     ) -> GpuExperts:
         first = self.first_layer
         layers: Sequence[LayerBanks | None] = [None] * first + list(expert_banks(spec, file)[first:])
@@ -208,7 +225,14 @@ class GpuModel:
             n_planes=options.n_planes,
             staging=_staging(plan),
             edges=() if self._pinned is None else self._pinned.edges,
+            passing=plan.passing,
+            meet=lambda: Meetings(pool(), layers, spec.n_expert_used, self.device, options.n_planes),
+            slow_fills=options.slow_fills,
         )
+        if plan.is_offloading and not experts.is_fused:
+            experts.use_split(plan.backend)
+            if options.slow_cpu > 1.0 and experts.meetings is not None:
+                experts.meetings.executor.slow_down(options.slow_cpu)
         with timed("launching the copies of residents"):
             experts.load_residents()
         return experts
@@ -216,7 +240,7 @@ class GpuModel:
 
 def _max_stepped(plan: GpuPlan) -> int:
     """Tokens of a prompt up to which it runs as decode steps of 8."""
-    if plan.backend == "offload":
+    if plan.is_offloading:
         return MAX_TOKENS if plan.n_buffers else 1 << 30  # without a buffer no layer can be streamed
     return max(MAX_STEPPED, CPU_STEPPED if plan.first_layer else 0)
 
