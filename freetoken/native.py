@@ -138,6 +138,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ft_meeting_release": (None, [_PTR]),
     "ft_meeting_reset": (_INT, [_PTR]),
     "ft_meeting_slow_down": (None, [_PTR, ctypes.c_double]),
+    "ft_meeting_spent": (None, [_PTR, _PTR, _PTR, _PTR]),
     "ft_meeting_limit": (None, [_PTR, ctypes.c_double]),
     "ft_place_ask": (None, [_PTR]),
     "ft_place_wait": (None, [_PTR]),

@@ -104,6 +104,12 @@ class Executor:
         if native.library().ft_meeting_reset(self.handle) != 0:
             raise EngineError("the experts on the CPU have not come back from a step that was given up")
 
+    def spent(self) -> tuple[int, int, float]:
+        """So far: places met, those of them at which operations ran, and seconds that these took."""
+        values = [ctypes.c_uint64() for _ in range(3)]
+        native.library().ft_meeting_spent(self.handle, *(ctypes.byref(value) for value in values))
+        return values[0].value, values[1].value, values[2].value * 1e-9
+
     def slow_down(self, factor: float) -> None:
         """Make operations take so many times as long, those that run already too: another machine's CPU."""
         native.library().ft_meeting_slow_down(self.handle, factor)

@@ -185,6 +185,8 @@ FT_API void ft_meeting_release(ft_meeting *meeting);
 FT_API void ft_meeting_limit(ft_meeting *meeting, double seconds);
 /* Forget the failure, once no step is pending and the GPU's have ended. 0, or -1. */
 FT_API int ft_meeting_reset(ft_meeting *meeting);
+/* So far: places met, those of them at which operations ran, and nanoseconds that these took. */
+FT_API void ft_meeting_spent(const ft_meeting *meeting, uint64_t *n_met, uint64_t *n_run, uint64_t *run_ns);
 /* Make operations take `factor` times as long, at least 1: another machine's CPU. Also those that run already. */
 FT_API void ft_meeting_slow_down(ft_meeting *meeting, double factor);
 /* For a GPU without operations on memory in its streams, whose host functions (void (*)(void *)) these are: to ask at the

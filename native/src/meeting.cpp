@@ -129,6 +129,12 @@ struct ft_meeting {
     return failure_.load();
   }
 
+  void spent(uint64_t *n_met, uint64_t *n_run, uint64_t *run_ns) const {
+    *n_met = n_met_.load();
+    *n_run = n_run_.load();
+    *run_ns = run_ns_.load();
+  }
+
   void slow_down(double factor) { factor_.store(factor < 1.0 ? 1.0 : factor); }
 
   void limit(double seconds) { limit_ms_.store(int64_t(seconds * 1e3)); }
@@ -222,6 +228,8 @@ struct ft_meeting {
     const int result = ft_run(pool_, ops.data(), int(ops.size()));
     if (result != 0) fail(result, number);
     if (factor_.load(std::memory_order_relaxed) > 1.0) wait_longer(started, Clock::now() - started);
+    n_run_.fetch_add(1, std::memory_order_relaxed);
+    run_ns_.fetch_add(uint64_t((Clock::now() - started).count()), std::memory_order_relaxed);
   }
 
   void wait_longer(Clock::time_point started, Clock::duration took) const {
@@ -285,7 +293,7 @@ struct ft_meeting {
   std::atomic<int> pending_{0};
   std::atomic<int> failure_{0};
   std::atomic<int32_t> failed_place_{-1};
-  std::atomic<uint64_t> n_met_{0};
+  std::atomic<uint64_t> n_met_{0}, n_run_{0}, run_ns_{0};
   std::atomic<int64_t> limit_ms_{0};
   std::atomic<double> factor_{1.0};
   std::thread watcher_, thread_;
@@ -317,6 +325,10 @@ void ft_meeting_release(ft_meeting *meeting) { meeting->release(); }
 void ft_meeting_limit(ft_meeting *meeting, double seconds) { meeting->limit(seconds); }
 
 int ft_meeting_reset(ft_meeting *meeting) { return meeting->reset(); }
+
+void ft_meeting_spent(const ft_meeting *meeting, uint64_t *n_met, uint64_t *n_run, uint64_t *run_ns) {
+  meeting->spent(n_met, n_run, run_ns);
+}
 
 void ft_meeting_slow_down(ft_meeting *meeting, double factor) { meeting->slow_down(factor); }
 
