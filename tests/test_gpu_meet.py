@@ -34,9 +34,7 @@ N_MAX = 8 * 2
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("meet")
-    return tiny_models.write(
-        folder / "m.gguf", "qwen2moe", file_type="Q8_0", n_layer=2, n_vocab=N_VOCAB, **FEW_EXPERTS
-    )
+    return tiny_models.write(folder / "m.gguf", "qwen2moe", file_type="Q8_0", n_layer=2, n_vocab=N_VOCAB, **FEW_EXPERTS)
 
 
 @contextmanager
