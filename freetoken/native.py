@@ -150,6 +150,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ft_many_run": (_INT, [_PTR, _PTR]),
     "ft_read_bytes": (_INT, [_PTR, _PTR, _I64, _PTR]),
     "ft_copy_runs": (_INT, [_PTR, _PTR, _I64, _PTR]),
+    "ft_copy_bytes": (_INT, [_PTR, _PTR, _PTR, _I64]),
     "ft_call_rows": (_INT, [_PTR, _PTR, _INT, _PTR, _I64, _I64, _PTR, _PTR]),
     "ft_dequantize": (_INT, [_PTR, _INT, _PTR, _I64, _I64, _I64, _PTR]),
 }
@@ -369,6 +370,13 @@ class Pool:
         if data.nbytes and library().ft_read_bytes(self.handle, data.ctypes.data, data.nbytes, ctypes.byref(total)):
             raise EngineError(f"{data.nbytes} bytes could not be read by the native threads")
         return total.value
+
+    def copy(self, data: np.ndarray, to: np.ndarray) -> None:
+        """Copy an array's bytes by all threads to `to`, uint8 of as many."""
+        if not (data.flags.c_contiguous and to.flags.c_contiguous) or data.nbytes != to.nbytes:
+            raise EngineError(f"{data.nbytes} bytes do not fit {to.nbytes}, or one of them is not contiguous")
+        if data.nbytes and library().ft_copy_bytes(self.handle, to.ctypes.data, data.ctypes.data, data.nbytes):
+            raise EngineError(f"{data.nbytes} bytes could not be copied by the native threads")
 
     def call_rows(self, dot: int, data: np.ndarray, n_cols: int, act: np.ndarray, y: np.ndarray) -> None:
         """fp32 y [rows] of uint8 data [rows, row_bytes] by ggml's `vec_dot` at address `dot`; act is in its form."""

@@ -126,7 +126,7 @@ class Runner:
         self.n_ctx = n_ctx or options.n_ctx or spec.n_ctx_train
         self._model = arch.build(file, spec)
         card = None if placement is not None else choose_device(options)
-        start = None if card is None else ahead.begin(file, spec, card)
+        start = None if card is None else ahead.begin(file, spec, card, options)
         self.n_threads = options.n_threads or native.physical_cores()
         self.n_threads_batch = options.n_threads_batch or self.n_threads
         self.n_threads_experts = options.moe_cpu_threads or min(self.n_threads, expert_threads(native.physical_cores()))

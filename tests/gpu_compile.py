@@ -11,6 +11,10 @@ import importlib
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import torch
+from conftest import CACHE
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 120)
 """Compute capabilities, as major * 10 + minor."""
@@ -41,13 +45,49 @@ def compile_kernel(
     return "".join(each.result(timeout=170) for each in [pool.submit(_compile, arch, *spec) for arch in archs])
 
 
+TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8"}
+Launched = tuple[Any, tuple[int, int, int], tuple[Any, ...], tuple[Any, ...], int, int]
+
+
+class Launches:
+    """Stands in for `fast_launch.launch`: keeps what would run, so that a launcher's own constants are compiled."""
+
+    def __init__(self) -> None:
+        self.kept: list[Launched] = []
+
+    def __call__(
+        self, kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...],
+        warps: int, stages: int = 3,
+    ) -> None:  # fmt: skip
+        self.kept.append((kernel, grid, arguments, constants, warps, stages))
+
+    def compile(self, archs: tuple[int, ...]) -> None:
+        """Compile all that was launched."""
+        for kernel, _, arguments, constants, warps, stages in self.kept:
+            names = kernel.arg_names
+            numbers: dict[str, object] = dict(zip(names[len(arguments) :], constants, strict=True))
+            signature = {}
+            for name, argument in zip(names, arguments, strict=False):
+                if argument is None:
+                    numbers[name] = None
+                elif isinstance(argument, torch.Tensor):
+                    signature[name] = TYPES[argument.dtype]
+                else:
+                    signature[name] = "i32" if isinstance(argument, int) else "fp32"
+            pointers = tuple(name for name, kind in signature.items() if kind[0] == "*")
+            place, name = kernel.fn.__module__, kernel.fn.__name__
+            compile_kernel(place, name, signature, numbers, divisible=pointers, warps=warps, stages=stages, archs=archs)
+
+
 @functools.cache
 def _processes() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(N_PROCESSES, multiprocessing.get_context("spawn"), _leave_the_interpreter)
 
 
 def _leave_the_interpreter() -> None:
+    """Their cache is their own: the engine keeps no PTX in the user's."""
     os.environ.pop("TRITON_INTERPRET", None)
+    os.environ["TRITON_CACHE_DIR"] = str(CACHE / "triton")
 
 
 def _compile(

@@ -68,6 +68,14 @@ def test_layers_within_one_page_and_files_apart() -> None:
     assert pin_plan([], 100) == PinPlan((), ())
 
 
+def test_large_ranges_are_cut() -> None:
+    whole = pin_plan([spans((50, 900)), spans((950, 100))], 100)
+    plan = pin_plan([spans((50, 900)), spans((950, 100))], 100, 400)
+    assert [r.n_bytes for r in whole.ranges] == [1000, 100] and whole.of_layer == ((0,), (0, 1))
+    assert [(r.start, r.n_bytes) for r in plan.ranges] == [(0, 400), (400, 400), (800, 200), (1000, 100)]
+    assert plan.of_layer == ((0, 1, 2), (0, 1, 2, 3)), "a shared range is wanted whole"
+
+
 def test_random_plans_are_sound() -> None:
     rng = np.random.default_rng(9)
     for _ in range(100):

@@ -42,6 +42,21 @@ class Pinned:
 @dataclasses.dataclass
 class Spec:
     is_moe: bool = True
+    n_layer: int = 3
+
+
+@dataclasses.dataclass
+class File:
+    """`begin` asks how large its tensors are."""
+
+    n_bytes: int
+
+    @property
+    def tensors(self) -> dict[str, File]:
+        return {"all": self}
+
+
+FILE: Any = File(10 << 30)
 
 
 @pytest.fixture
@@ -54,23 +69,50 @@ def events(monkeypatch: Patch) -> list[str]:
 
     monkeypatch.setattr(ahead, "modules", note("import", None))
     monkeypatch.setattr(ahead.driver, "free_bytes", note("memory", 123))
-    monkeypatch.setattr(ahead, "expert_banks", note("banks", []))
-    monkeypatch.setattr(ahead, "pin_experts", note("pin", Pinned()))
+    monkeypatch.setattr(ahead, "expert_banks", note("banks", ["a", "b", "c"]))
+    monkeypatch.setattr(ahead, "pin_experts", lambda layers, _: (found.append(f"pin {layers}"), Pinned())[1])
     return found
 
 
 def test_the_import_comes_first_and_memory_before_it_is_locked(events: list[str]) -> None:
-    start = ahead.begin(None, Spec(), CARD)  # type: ignore[arg-type]
+    start = ahead.begin(FILE, Spec(), CARD, EngineOptions())  # type: ignore[arg-type]
     assert start.free_bytes == 123
     pinned = start.take()
-    assert events == ["import", "memory", "banks", "pin"]
+    assert events == ["import", "memory", "banks", "pin ['a', 'b', 'c']"]
     start.drop()
     assert pinned.n_closed == 0 and start.take() is None, "whoever took them closes them"  # type: ignore[union-attr]
 
 
 def test_without_experts_nothing_is_locked(events: list[str]) -> None:
-    assert ahead.begin(None, Spec(is_moe=False), CARD).take() is None  # type: ignore[arg-type]
+    assert ahead.begin(FILE, Spec(is_moe=False), CARD, EngineOptions()).take() is None  # type: ignore[arg-type]
     assert events == ["import", "memory"]
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "wishes", "is_locked"),
+    [
+        (20, {}, False),
+        (12, {}, True),
+        (20, {"moe_backend": "offload"}, True),
+        (20, {"moe_cache_rate": 0.5}, True),
+        (20, {"n_cpu_moe": 1}, True),
+        (20, {"n_gpu_layers": 1}, False),
+    ],
+)
+def test_where_all_experts_fit_on_the_card_none_is_locked(
+    free_gib: int, wishes: dict[str, Any], is_locked: bool, events: list[str], monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(ahead.driver, "free_bytes", lambda _: free_gib << 30)
+    start = ahead.begin(FILE, Spec(), CARD, EngineOptions(**wishes))  # type: ignore[arg-type]
+    assert (start.take() is not None) == is_locked
+
+
+def test_only_layers_on_the_card_are_locked(events: list[str]) -> None:
+    start = ahead.begin(FILE, Spec(), CARD, EngineOptions(n_gpu_layers=2))  # type: ignore[arg-type]
+    assert start.take(2) is not None
+    assert events[-1] == "pin [None, None, 'c']"
+    start = ahead.begin(FILE, Spec(), CARD, EngineOptions(n_gpu_layers=2))  # type: ignore[arg-type]
+    assert start.take(1) is None, "others are wanted than were locked"
 
 
 def test_what_nobody_takes_is_unlocked() -> None:
@@ -120,6 +162,8 @@ def test_the_modules_come_with_triton_set_up() -> None:
     code = (
         "from freetoken.gpu import ahead; import sys; assert 'torch' not in sys.modules;"
         "m = ahead.modules().result(); assert m.__name__ == 'freetoken.gpu.model' and ahead.modules().result() is m;"
+        "assert 'torch._meta_registrations' not in sys.modules; import torch._meta_registrations as metas;"
+        "assert metas.meta_index_Tensor; import torch; assert (torch.zeros(3, device='meta') + 1).shape == (3,);"
         "import triton; assert triton.knobs.compilation.store_binary_only"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

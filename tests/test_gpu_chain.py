@@ -310,6 +310,8 @@ def check_compiles(n_vocab: int, archs: tuple[int, ...]) -> None:
     ):
         signature = {p: types.get(p, "*i32") for p in pointers}
         compile_kernel("freetoken.kernels.sampler", name, signature, {**sizes, **more}, warps=8, archs=archs)
+    signature = {"logits": "*fp32", "biases": "*i32", "n_vocab": "i32"}
+    compile_kernel("freetoken.kernels.bias", "add_biases_kernel", signature, {"SIZE": N_BIASES}, warps=1, archs=archs)
 
 
 def test_kernels_compile_for_gpus() -> None:

@@ -151,7 +151,7 @@ def codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_types_without_an_integer_form_stay_quantised(codes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is made ready, and not run."""
-    monkeypatch.setattr(GpuExperts, "load_residents", lambda self: None)
+    monkeypatch.setattr(GpuExperts, "load_residents", lambda self, pool: None)
     with open_model(codes) as file:
         assert _why_not(file, read_spec(file)) == ""
     with both(codes) as (_, gpu):

@@ -1,5 +1,5 @@
-"""The CPU's part of a GPU's step, under Triton's interpreter: the bits of the CPU engine whatever is computed where, and
-what becomes of a step whose CPU fails."""
+"""The CPU's part of a GPU's step, under Triton's interpreter: the bits of the CPU engine whatever is computed where,
+and what becomes of a step whose CPU fails."""
 
 from __future__ import annotations
 

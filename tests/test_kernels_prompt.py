@@ -7,10 +7,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from gpu_compile import ARCHITECTURES, QUICK, compile_kernel
+from gpu_compile import ARCHITECTURES, QUICK, Launches, compile_kernel
 
 from freetoken import quants, reference
-from freetoken.kernels import layout, prompt_sort
+from freetoken.kernels import layout, prompt_float, prompt_heads, prompt_sort
 from freetoken.kernels.coded import CodedMatrices, CodedTile, can_be_coded, coded_product, expert_coded_glu
 from freetoken.kernels.dequant import PLANES, RAW, dequantise
 from freetoken.kernels.grouped import Rows, Tile, expert_glu_rows, expert_products, product, tile_for, tiles
@@ -383,6 +383,34 @@ def compile_rows(arch: int) -> None:
         pointers = tuple(argument for argument, t in types.items() if t[0] == "*")
         place = "freetoken.kernels.prompt_rows"
         compile_kernel(place, name, types, numbers, divisible=pointers, archs=(arch,))
+
+
+def compile_as_launched(monkeypatch: pytest.MonkeyPatch, archs: tuple[int, ...]) -> None:
+    """Kernels with the constants that their launchers give them at the sizes of real models."""
+    found = Launches()
+    for module in (prompt_heads, prompt_float, prompt_sort):
+        monkeypatch.setattr(module, "launch", found)
+    monkeypatch.setattr(prompt_float, "shape_for", lambda n, is_device, of=prompt_float.shape_for: of(n, True))
+    table = torch.zeros(4, dtype=torch.int32)
+    for n_head, n_kv, dim, n_rot in ((32, 4, 128, 128), (16, 16, 96, 96), (8, 4, 256, 64), (25, 5, 64, 64)):
+        rows = [torch.zeros(3, n * dim) for n in (n_head, n_kv, n_kv)]
+        pages = [torch.zeros(1, n_kv, 256, dim, dtype=torch.float16) for _ in range(2)]
+        norm = (torch.zeros(dim), 1e-6)
+        angles = torch.zeros(3, 2, n_rot // 2)
+        turn_heads(*rows, norm, norm, angles, *pages, table, start=0, is_neox=True)  # type: ignore[arg-type]
+    for n in (9, 512):
+        float_product(torch.zeros(n, 2048), torch.zeros(128, 2048), torch.zeros(n, 128))
+    for n in (9, 4096):
+        prompt_sort.count_pairs(
+            torch.zeros(n, 8, dtype=torch.int32), prompt_sort.sort_room(n, 8, 128, torch.device("cpu")).counts
+        )
+    prompt_sort.list_tiles(torch.zeros(129, dtype=torch.int32), torch.zeros(300, 3, dtype=torch.int32), 64, 512)
+    found.compile(archs)
+
+
+@pytest.mark.compile
+def test_kernels_compile_as_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_as_launched(monkeypatch, ARCHITECTURES)
 
 
 @pytest.mark.parametrize("arch", QUICK)

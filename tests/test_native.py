@@ -382,3 +382,14 @@ def test_cores_respect_topology_and_quota(
 
 def test_cores_of_this_machine() -> None:
     assert 1 <= native.physical_cores() <= (psutil.cpu_count() or 1)
+
+
+@pytest.mark.parametrize("n_bytes", [0, 1, 256 * 1024, 1_000_003])
+def test_bytes_are_copied_by_all_threads(n_bytes: int) -> None:
+    data = np.random.default_rng(1).integers(0, 256, n_bytes, np.uint8)
+    to = np.zeros(n_bytes, np.uint8)
+    with native.Pool(3) as pool:
+        pool.copy(data, to)
+        assert np.array_equal(data, to)
+        with pytest.raises(EngineError, match="do not fit"):
+            pool.copy(data, np.zeros(n_bytes + 1, np.uint8))

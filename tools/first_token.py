@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-RETRY_S = 0.01
+RETRY_S = 0.05
+"""More often, and answering that it loads would slow the start."""
 GIVE_UP_S = 300.0
 """The very first start on a card compiles its kernels."""
 

@@ -118,11 +118,11 @@ class PinPlan:
         return [Span(span.shard, a, b - a) for a, b in pairwise(edges)]
 
 
-def pin_plan(layers: Sequence[Sequence[Span]], page_bytes: int) -> PinPlan:
+def pin_plan(layers: Sequence[Sequence[Span]], page_bytes: int, most_bytes: int = 1 << 62) -> PinPlan:
     """Ranges that cover the spans of all layers.
 
     A page that two layers share belongs to the one whose bytes come first, so the other needs that range too. Spans of
-    one layer whose pages touch are one range.
+    one layer whose pages touch are one range, cut where it would be larger than `most_bytes`, a multiple of a page.
     """
     pages = sorted(
         (span.shard, span.start // page_bytes * page_bytes, -(-span.end // page_bytes) * page_bytes, layer)
@@ -146,7 +146,17 @@ def pin_plan(layers: Sequence[Sequence[Span]], page_bytes: int) -> PinPlan:
     of_layer = tuple(
         tuple(i for i, r in enumerate(ranges) if any(_overlap(r, span) for span in spans)) for spans in layers
     )
-    return PinPlan(tuple(ranges), of_layer)
+    return _cut(PinPlan(tuple(ranges), of_layer), most_bytes)
+
+
+def _cut(plan: PinPlan, most_bytes: int) -> PinPlan:
+    pieces: list[Span] = []
+    numbers: list[range] = []
+    for r in plan.ranges:
+        first = len(pieces)
+        pieces += [Span(r.shard, at, min(most_bytes, r.end - at)) for at in range(r.start, r.end, most_bytes)]
+        numbers.append(range(first, len(pieces)))
+    return PinPlan(tuple(pieces), tuple(tuple(n for i in ranges for n in numbers[i]) for ranges in plan.of_layer))
 
 
 def _overlap(a: Span, b: Span) -> bool:

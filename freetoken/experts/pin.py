@@ -20,7 +20,7 @@ import numpy as np
 from freetoken.errors import EngineError, PinRefusedError
 from freetoken.experts.bank import LayerBanks, PinPlan, pin_plan
 
-__all__ = ["Pinned", "Rung", "pin_banks"]
+__all__ = ["PIECE_BYTES", "Pinned", "Rung", "pin_banks"]
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,9 @@ Allocate = Callable[[int], "np.ndarray | None"]
 """Locked memory, uint8 of at least so many bytes, kept alive by its views; None where there is none (left)."""
 
 _ALIGNMENT = 128
+PIECE_BYTES = 16 << 20
+"""Locked at once. The system's lock on the process's memory map is held as long, and whoever maps memory meanwhile, as
+every import does, waits."""
 
 
 class Rung(Enum):
@@ -126,7 +129,7 @@ class _Locker:
     def __init__(
         self, layers: Sequence[LayerBanks], register: Register, unregister: Unregister, page_bytes: int
     ) -> None:
-        self._plan = pin_plan([layer.spans for layer in layers], page_bytes)
+        self._plan = pin_plan([layer.spans for layer in layers], page_bytes, PIECE_BYTES)
         self._register, self._unregister = register, unregister
         self._base = {b.span.shard: b.address - b.span.start for layer in layers for b in layer.banks}
         misplaced = [shard for shard, base in self._base.items() if base % page_bytes]

@@ -10,7 +10,9 @@ import functools
 import importlib
 import logging
 import os
+import sys
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -28,6 +30,7 @@ from freetoken.gpu import driver
 from freetoken.gpu.driver import Device
 from freetoken.gpu.verdict import survey
 from freetoken.options import EngineOptions
+from freetoken.plan import first_gpu_layer
 from freetoken.spec import ModelSpec
 
 __all__ = ["Start", "begin", "import_where_usable", "modules", "pin_experts", "timed"]
@@ -35,18 +38,25 @@ __all__ = ["Start", "begin", "import_where_usable", "modules", "pin_experts", "t
 logger = logging.getLogger(__name__)
 
 N_PIN_THREADS = 4
+ROOM_BYTES = 4 << 30
+"""For all that is no weight. A context that takes more leaves some experts to be locked later."""
+_METAS = "torch._meta_registrations"
 
 
 class Start:
     """What has begun for a file on a card. `free_bytes` of the card before it; `take` gives the locked experts, `drop`
     unlocks them where nobody took them."""
 
-    def __init__(self, free_bytes: int, pinning: Future[Pinned] | None) -> None:
+    def __init__(self, free_bytes: int, pinning: Future[Pinned] | None, first_layer: int = 0) -> None:
+        """`pinning` locks the experts of the layers from `first_layer` on."""
         self.free_bytes = free_bytes
-        self._pinning = pinning
+        self._pinning, self._first_layer = pinning, first_layer
 
-    def take(self) -> Pinned | None:
-        """The locked experts, once they are, None for a model without; the caller's to close. Raises EngineError."""
+    def take(self, first_layer: int = 0) -> Pinned | None:
+        """The locked experts of the layers from this one on, once they are; None where others are or none were begun.
+        The caller's to close. Raises EngineError."""
+        if first_layer != self._first_layer:
+            self.drop()
         pinning, self._pinning = self._pinning, None
         return None if pinning is None else pinning.result()
 
@@ -57,14 +67,24 @@ class Start:
             pinning.result().close()
 
 
-def begin(file: ModelFile, spec: ModelSpec, card: Device) -> Start:
-    """Import and lock; returns when the card's memory is known."""
+def begin(file: ModelFile, spec: ModelSpec, card: Device, options: EngineOptions) -> Start:
+    """Import, and lock the experts unless all of them will be on the card; returns when its memory is known."""
     modules()
     with timed("context"):
         free_bytes = driver.free_bytes(card.index)
-    if not spec.is_moe:
+    first = first_gpu_layer(options.n_gpu_layers, spec.n_layer)
+    if not spec.is_moe or first >= spec.n_layer or _has_room_for_all(file, options, free_bytes):
         return Start(free_bytes, None)
-    return Start(free_bytes, beside("pin", lambda: pin_experts(expert_banks(spec, file), card.index)))
+    layers = [None if i < first else layer for i, layer in enumerate(expert_banks(spec, file))]
+    return Start(free_bytes, beside("pin", lambda: pin_experts(layers, card.index)), first)
+
+
+def _has_room_for_all(file: ModelFile, options: EngineOptions, free_bytes: int) -> bool:
+    """Whether the plan will keep every expert on the card, as far as that can be told before torch is there."""
+    is_free = options.moe_cache_auto and options.moe_backend in ("auto", "fused")
+    has_rules = options.cpu_moe or options.n_cpu_moe or options.override_tensors
+    n_bytes = sum(tensor.n_bytes for tensor in file.tensors.values())
+    return is_free and not has_rules and n_bytes + ROOM_BYTES < free_bytes * options.memory_ratio
 
 
 def import_where_usable(options: EngineOptions) -> None:
@@ -87,7 +107,7 @@ def pin_experts(layers: Sequence[LayerBanks | None], device: int) -> Pinned:
     """Lock the experts' pages for a card. Raises EngineError where the system lets it read some of them not at all."""
     pinned = pin_banks(
         layers,
-        partial(driver.register, device=device),
+        partial(driver.register, device=device, private=driver.private_mappings()),
         partial(driver.unregister, device=device),
         allocate=_pinned_memory,
         n_threads=N_PIN_THREADS,
@@ -116,10 +136,24 @@ def _import() -> Any:
     if "TRITON_STORE_BINARY_ONLY" not in os.environ:
         _keep_binaries_only(triton)
     beside("triton-key", _compute_key)
-    with timed("import of torch"):
+    with timed("import of torch"), _without_metas():
         importlib.import_module("torch")
     with timed("import of the GPU engine"):
         return importlib.import_module("freetoken.gpu.model")
+
+
+@contextmanager
+def _without_metas() -> Iterator[None]:
+    """A third of torch's import registers shape functions for tensors without memory, which only its compiler and its
+    `meta` device ask for; they import the module themselves when they come to it."""
+    if "torch" in sys.modules or _METAS in sys.modules:
+        yield
+        return
+    sys.modules[_METAS] = types.ModuleType(_METAS)
+    try:
+        yield
+    finally:
+        sys.modules.pop(_METAS, None)
 
 
 def _keep_binaries_only(triton: Any) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from freetoken.batch import Batch
 from freetoken.blocks import Model, Weight
+from freetoken.gpu.ahead import timed
 from freetoken.gpu.arena import Arena
 from freetoken.gpu.experts import GpuExperts, ProgramExperts
 from freetoken.gpu.failures import translated
@@ -146,7 +147,7 @@ class GpuDecoder:
         n_embd] are the states behind the layers that ran elsewhere."""
         program = self.program(batch.n, batch.n_outputs, int(batch.positions.max()) + 1)
         self._inputs.fill(batch, hidden=hidden)
-        program.replay()
+        self._replay(program)
         return self._read(program.lowered.logits)
 
     def launch(self, batch: Batch, draws: Draws, *, follows: bool) -> Step:
@@ -154,7 +155,7 @@ class GpuDecoder:
         step before sampled, whatever the batch says. At most N_MIRRORS - 1 steps may be under way."""
         program = self.program(batch.n, batch.n, int(batch.positions.max()) + 1, is_sampled=True)
         self._inputs.fill(batch, draws, keep_tokens=follows)
-        program.replay()
+        self._replay(program)
         self._turn = (self._turn + 1) % N_MIRRORS
         results = self._results[self._turn][:, : batch.n]
         results.copy_(self._sampled[:, : batch.n], non_blocking=True)
@@ -171,13 +172,16 @@ class GpuDecoder:
     def try_out(self, n: int, *, is_sampled: bool = False, on_kernel: Callable[[int, int], None] | None = None) -> int:
         """Run the program of a step of n rows that nobody asked for, so that the next one finds it made, its kernels
         loaded and, the second time, its graph captured. `on_kernel` and what is returned are `compile_ahead`'s."""
-        program = self.program(n, n if is_sampled else 1, 1, is_sampled=is_sampled)
+        with timed("making a program"):
+            program = self.program(n, n if is_sampled else 1, 1, is_sampled=is_sampled)
         n_compiled = 0
         if on_kernel is not None and self._is_cuda:
             kernels = [launch for launch in program.lowered.launches if not isinstance(launch, StreamCall)]
-            n_compiled = compile_ahead(kernels, self._weights.device, on_kernel)
+            with timed("loading its kernels"):
+                n_compiled = compile_ahead(kernels, self._weights.device, on_kernel)
         self._inputs.fill_trial(n)
-        program.replay()
+        with timed("running it"):
+            self._replay(program)
         return n_compiled
 
     def head_logits(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
@@ -192,6 +196,11 @@ class GpuDecoder:
                 quantize(some, rows, self._n_planes)
             matvec(matrix, rows if cls else some, out[first : first + len(some)])
         return out
+
+    def _replay(self, program: Program) -> None:
+        if self._experts is not None:
+            self._experts.settle()
+        program.replay()
 
     def _context_size(self, n_positions: int) -> int:
         size = FIRST_CONTEXT
@@ -215,8 +224,6 @@ class GpuDecoder:
             self._n_planes,
         )
         self._weights.settle()  # only the first program uploads
-        if self._experts is not None:
-            self._experts.settle()
         if shape.is_sampled:
             lowered.launches.append(partial(self._sample, lowered.logits))
         if experts is None or not experts.places:

@@ -13,7 +13,7 @@ import functools
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ __all__ = [
     "has_memory_operations",
     "launch_host_function",
     "memcpy_async_address",
+    "private_mappings",
     "register",
     "unregister",
     "wait_for_value",
@@ -121,14 +122,35 @@ def free_bytes(device: int = 0) -> int:
     return free.value
 
 
-def register(address: int, n_bytes: int, read_only: bool = True, device: int = 0) -> None:
+def private_mappings() -> list[tuple[int, int]]:
+    """Where this process has private read-only memory: [start, end) of each mapping. Registering it can hang inside the
+    driver, so it is never tried."""
+    if sys.platform != "linux":
+        return []
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, permissions = line.split(maxsplit=2)[:2]
+        if permissions[1] != "w" and permissions[3] != "s":
+            start, end = span.split("-")
+            found.append((int(start, 16), int(end, 16)))
+    return found
+
+
+def register(
+    address: int,
+    n_bytes: int,
+    read_only: bool = True,
+    device: int = 0,
+    private: Sequence[tuple[int, int]] | None = None,
+) -> None:
     """Lock whole pages of host memory and let every card read them at the same address.
 
-    `read_only` is for memory that this process may only read; that must be a shared mapping. Raises PinRefusedError
-    where the system does not lock this memory, DriverError for a broken context; after either nothing is registered.
+    `read_only` is for memory that this process may only read; that must be a shared mapping. `private` are
+    `private_mappings` read since it was mapped, by default read now. Raises PinRefusedError where the system does not
+    lock this memory, DriverError for a broken context; after either nothing is registered.
     """
     if read_only:
-        _check_shared(address, n_bytes)
+        _check_shared(address, n_bytes, private_mappings() if private is None else private)
     flags = _PORTABLE | _DEVICE_MAP | (_READ_ONLY if read_only else 0)
     with _context(device):
         code = _library().cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(n_bytes), flags)
@@ -228,14 +250,9 @@ def _pointer(address: int) -> ctypes.c_void_p:
     return ctypes.c_void_p(address)
 
 
-def _check_shared(address: int, n_bytes: int) -> None:
-    """Registering a private read-only mapping can hang inside the driver, so it is never tried."""
-    if sys.platform != "linux":
-        return
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, permissions = line.split(maxsplit=2)[:2]
-        start, end = (int(edge, 16) for edge in span.split("-"))
-        if start < address + n_bytes and address < end and permissions[1] != "w" and permissions[3] != "s":
+def _check_shared(address: int, n_bytes: int, private: Sequence[tuple[int, int]]) -> None:
+    for start, end in private:
+        if start < address + n_bytes and address < end:
             raise PinRefusedError(f"memory at {start:#x} is a private read-only mapping, expected a shared one")
 
 

@@ -7,6 +7,7 @@ Slots, their state and the fills are `freetoken.experts`'; here they become laun
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from freetoken import blocks
+from freetoken import blocks, native
+from freetoken.beside import beside
 from freetoken.errors import EngineError
 from freetoken.experts.bank import LayerBanks
 from freetoken.experts.choose import hybrid_table
@@ -23,10 +25,11 @@ from freetoken.experts.memory import SlotMemory
 from freetoken.experts.slots import SizeClass, SlotState
 from freetoken.experts.split import bounded_table
 from freetoken.experts.survivors import Survivors
+from freetoken.gpu.ahead import timed
 from freetoken.gpu.arena import Arena
 from freetoken.gpu.meet import Meetings
+from freetoken.gpu.residents import load_residents
 from freetoken.kernels.activations import MAX_TOKENS, quantize
-from freetoken.kernels.fills import fill
 from freetoken.kernels.glu import ACTIVATIONS
 from freetoken.kernels.matvec import TYPE_CLASS, Bank, Source, expert_down, expert_glu
 
@@ -88,6 +91,7 @@ class GpuExperts:
         self.survivors = Survivors(self.state, self.cache, self.memory, device)
         self._first_slot = _complete(classes, n_slots, self.n_expert)
         self._number = {layer.banks[0].name: i for i, layer in enumerate(layers) if layer is not None}
+        self._loading: Future[None] | None = None
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._passing, self._meet = tuple(passing), meet
         self.meetings: Meetings | None = None
@@ -143,32 +147,30 @@ class GpuExperts:
         """Whether every expert of a layer stays in a slot of its own."""
         return layer in self._first_slot
 
-    def load_residents(self, on_layer: Callable[[int], None] | None = None) -> None:
-        """Fill the slots of complete layers on a stream of their own, beside the upload of other weights: `settle` must
-        come before their use. `on_layer` hears how many are launched."""
+    def load_residents(self, pool: native.Pool) -> None:
+        """Begin to fill the slots of complete layers, in a thread and on a stream of their own, beside whatever else is
+        loaded: `settle` must come before their use. `pool` copies."""
+        every = torch.arange(self.n_expert, dtype=torch.int32, device=self._device)
+        for layer, first in self._first_slot.items():
+            self.cache.adopt(layer, every, every + first)
         if self._side is None:
-            self._load_residents(on_layer)
+            load_residents(self.layers, self._first_slot, self.memory, pool, None)
             return
         self._side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._side):
-            self._load_residents(on_layer)
+        self._loading = beside("residents", partial(self._load, pool))
 
     def settle(self) -> None:
-        """Let what is launched from now on come after the residents' copies."""
-        self._join()
+        """Wait for the residents' copies. Raises what they met."""
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            with timed("waiting for residents"):
+                loading.result()
+            self._join()
 
-    def _load_residents(self, on_layer: Callable[[int], None] | None) -> None:
-        every = torch.arange(self.n_expert, dtype=torch.int32, device=self._device)
-        counts = torch.zeros(5, dtype=torch.int32, device=self._device)
-        counts[3] = self.n_expert
-        n_programs = 256 if self._device.type == "cuda" else 2
-        for n, (layer, first) in enumerate(self._first_slot.items(), 1):
-            fill(
-                self.memory.banks(layer), self.memory.pools[layer], every, every + first, counts, n_programs=n_programs
-            )
-            self.cache.adopt(layer, every, every + first)
-            if on_layer is not None:
-                on_layer(n)
+    def _load(self, pool: native.Pool) -> None:
+        with timed("copying residents"):
+            torch.cuda.set_device(self._device)
+            load_residents(self.layers, self._first_slot, self.memory, pool, self._side)
 
     def counters(self) -> np.ndarray:
         """int64 [n_layer, 5] in the order of `slots.COUNTERS`."""

@@ -64,8 +64,8 @@ class GpuModel:
         pool: native.Pool,
         expert_pool: Callable[[], native.Pool] | None = None,
     ) -> None:
-        """`pool` decodes weights of types without a kernel; `expert_pool` gives one for experts on the CPU, by default
-        the same."""
+        """`pool` copies experts that stay on the device, and decodes weights of types without a kernel; `expert_pool`
+        gives one for experts on the CPU, by default the same."""
         started = time.monotonic()
         plan = self.plan = placement.plan
         device = self.device = torch.device(placement.device)
@@ -87,7 +87,7 @@ class GpuModel:
         self._warm_up = WarmUp(self)
         self.experts: GpuExperts | None = None
         if plan.classes:
-            self.experts = self._expert_slots(file, spec, options, placement, expert_pool or (lambda: pool))
+            self.experts = self._expert_slots(file, spec, options, placement, pool, expert_pool or (lambda: pool))
         elif placement.start is not None:
             placement.start.drop()
         n_positions = n_ctx_pages * PAGE
@@ -172,6 +172,8 @@ class GpuModel:
         if self._prefill is None:
             # matrices are joined as a step's launches want them, so a program comes first
             self.decoder.program(1, 1, 1, is_sampled=not self.first_layer)
+            if self.experts is not None:
+                self.experts.settle()
             self._prefill = Prefill(
                 self._model,
                 self._weights,
@@ -188,9 +190,10 @@ class GpuModel:
 
     def close(self) -> None:
         """Unlock the experts' pages. The model must not be used afterwards."""
-        if self.experts is not None:
-            self.experts.close()
-        with suppress(RuntimeError):  # of a device that is lost
+        with suppress(RuntimeError, EngineError):  # of a device that is lost
+            if self.experts is not None:
+                self.experts.close()
+                self.experts.settle()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         if self._pinned is not None:
@@ -203,18 +206,19 @@ class GpuModel:
         spec: ModelSpec,
         options: EngineOptions,
         placement: Placement,
-        pool: Callable[[], native.Pool],
+        pool: native.Pool,
+        expert_pool: Callable[[], native.Pool],
     ) -> GpuExperts:
         first = self.first_layer
         layers: Sequence[LayerBanks | None] = [None] * first + list(expert_banks(spec, file)[first:])
         if self.device.type == "cuda":
             with timed("waiting for locked pages"):
-                # with layers on the CPU, fewer are locked than have begun to be
-                pinned = None if placement.start is None or first else placement.start.take()
-                if placement.start is not None:
-                    placement.start.drop()
-            self._pinned = pinned or pin_experts(layers, self.device.index or 0)
-            layers = self._pinned.layers
+                pinned = None if placement.start is None else placement.start.take(first)
+            if self.plan.backend != "fused":
+                self._pinned = pinned or pin_experts(layers, self.device.index or 0)
+                layers = self._pinned.layers
+            elif pinned is not None:
+                pinned.close()  # they are copied once
         plan = self.plan
         experts = GpuExperts(
             layers,
@@ -226,15 +230,14 @@ class GpuModel:
             staging=_staging(plan),
             edges=() if self._pinned is None else self._pinned.edges,
             passing=plan.passing,
-            meet=lambda: Meetings(pool(), layers, spec.n_expert_used, self.device, options.n_planes),
+            meet=lambda: Meetings(expert_pool(), layers, spec.n_expert_used, self.device, options.n_planes),
             slow_fills=options.slow_fills,
         )
         if plan.is_offloading and not experts.is_fused:
             experts.use_split(plan.backend)
             if options.slow_cpu > 1.0 and experts.meetings is not None:
                 experts.meetings.executor.slow_down(options.slow_cpu)
-        with timed("launching the copies of residents"):
-            experts.load_residents()
+        experts.load_residents(pool)
         return experts
 
 

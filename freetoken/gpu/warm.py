@@ -1,5 +1,5 @@
-"""What a model runs before anybody asks: the step of one sequence at load, the shapes of first requests while idle, and
-everything at load where the kernels have yet to be compiled. Used by the engine thread only.
+"""What a model runs before anybody asks: the step of one sequence at load, and a prompt too where the kernels have yet
+to be compiled; the shapes of first requests while idle. Used by the engine thread only.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ STEPS = ((1, True), (8, False), (8, False), (2, False), (4, False), (1, False))
 into, of which eights come most and are captured too."""
 PROMPTS = (64, 512)
 SAY_EVERY_S = 2.0
-FIRST_SHARE = 0.4
-"""Of a first start's compilation: the kernels of the usual step. The others share most of them."""
+FIRST_SHARE = 0.6
+"""Of a first start's compilation: the kernels of the usual step."""
 
 OnProgress = Callable[[float], None]
 
@@ -53,19 +53,21 @@ class WarmUp:
         self._later: collections.deque[tuple[str, int, bool]] = collections.deque()
 
     def load(self, on_progress: OnProgress) -> None:
-        """Run the step of one sequence; where its kernels had to be compiled, everything else too. `on_progress` hears
-        how much is done, from 0 to 1. Raises what the step raises."""
+        """Run the step of one sequence; where its kernels had to be compiled, what first prompts take too.
+
+        `on_progress` hears how much is done, from 0 to 1. Raises what the step raises."""
         progress = CompileProgress(on_progress)
         with timed("first program"):
             samples = not self._model.first_layer  # behind layers on the CPU nothing is sampled on the GPU
             n_compiled = self._model.try_step(1, is_sampled=samples, on_kernel=progress.kernels)
         prompts = [("prompt", n, False) for n in PROMPTS if n > self._model.max_stepped]  # shorter ones run as steps
         steps = [("step", n, is_sampled) for n, is_sampled in STEPS if samples or not is_sampled]
-        self._later.extend([*steps[:2], *prompts[:1], *steps[2:], *prompts[1:]])
+        shapes = [*steps[:2], *prompts[:1], *steps[2:], *prompts[1:]]
         if n_compiled:
-            for i in range(n := len(self._later)):
-                progress.share(FIRST_SHARE + (1 - FIRST_SHARE) * i / n, (1 - FIRST_SHARE) / n)
-                self.more(lambda: False, progress)
+            self._later.append(prompts[0] if prompts else steps[1])
+            progress.share(FIRST_SHARE, 1 - FIRST_SHARE)
+            self.more(lambda: False, progress)
+        self._later.extend(shapes)
         on_progress(1.0)
 
     def more(self, should_stop: Callable[[], bool], progress: CompileProgress | None = None) -> bool:

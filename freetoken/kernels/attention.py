@@ -25,6 +25,8 @@ __all__ = ["Mask", "Partials", "attend", "heads_per_program", "max_splits"]
 
 UNROLL = 64
 """Positions whose values a program loads at once."""
+EDGE = tl.constexpr(16)
+"""The same where a split begins and ends: compiling takes more than twice as long for twice as many."""
 
 
 @dataclass(frozen=True)
@@ -256,16 +258,18 @@ def attend_split(
     is_column = column + heads[:, None] * 0 < DIM_V
     out = tl.zeros([HEADS, BLOCK_V], tl.float32)
     lanes = tl.zeros([HEADS, 8], tl.float32)
-    at = begin // UNROLL * UNROLL
+    at = begin // EDGE * EDGE
     while at < end:  # Triton's interpreter has no range over numbers of the device
-        rows_at = values + at * DIM_V
         if (at >= begin) & (at + UNROLL <= end):
-            out = add_rows(out, weights + at, rows_at, is_column, begin - at, end - at, DIM_V, UNROLL, False)
+            out = add_rows(out, weights + at, values + at * DIM_V, is_column, 0, UNROLL, DIM_V, UNROLL, False)
+            for i in tl.static_range(0, UNROLL, 8):
+                lanes = lanes + tl.load(weights[:, None] + at + i + tl.arange(0, 8)[None, :])
+            at += UNROLL
         else:
-            out = add_rows(out, weights + at, rows_at, is_column, begin - at, end - at, DIM_V, UNROLL, True)
-        for i in tl.static_range(0, UNROLL, 8):
-            lanes = lanes + tl.load(weights[:, None] + at + i + tl.arange(0, 8)[None, :])
-        at += UNROLL
+            out = add_rows(out, weights + at, values + at * DIM_V, is_column, begin - at, end - at, DIM_V, EDGE, True)
+            for i in tl.static_range(0, EDGE, 8):
+                lanes = lanes + tl.load(weights[:, None] + at + i + tl.arange(0, 8)[None, :])
+            at += EDGE
     tl.debug_barrier()  # what is written now lies where the weights lay
     tl.store(weights[:, None] + column, out, mask=is_column)
     tl.store(ml + (record + tl.arange(0, HEADS) * MAX_SPLITS) * 2 + 1, fold8(lanes))

@@ -119,8 +119,8 @@ def turn_heads(
         raise ValueError(f"{2 * half} values of a head of {dim} cannot be rotated")
     block, block_v = next_power_of_2(half), next_power_of_2(dim_v)
     tail = next_power_of_2(dim - 2 * half)
-    h = min(next_power_of_2(n_head), max(TILE // (2 * block + tail), 1))
-    h_kv = min(next_power_of_2(n_kv), max(TILE // (2 * block + tail), 1))
+    fits = max(TILE // next_power_of_2(2 * block + tail), 1)
+    h, h_kv = min(next_power_of_2(n_head), fits), min(next_power_of_2(n_kv), fits)
     arguments = (
         q,
         k,

@@ -158,6 +158,8 @@ typedef struct {
  * later runs are not copied then. */
 typedef int (*ft_copy_fn)(uint64_t to, const void *from, size_t n_bytes, void *stream);
 FT_API int ft_copy_runs(ft_copy_fn copy, const ft_copy *runs, int64_t n, void *stream);
+/* Copy n_bytes of host memory by all threads. 0 or -1. */
+FT_API int ft_copy_bytes(ft_pool *pool, void *to, const void *from, int64_t n_bytes);
 
 /* --- meeting a GPU ------------------------------------------------------------------------------------------ */
 /* A thread that meets a GPU in the middle of its step, at places in memory that both see. A place is 128 bytes of
