@@ -153,6 +153,12 @@ def decode_fails(runner: Runner, match: str) -> float:
     return time.monotonic() - started
 
 
+def settle(gpu: Runner) -> None:
+    """Until the thread has ended its last step, which may be after the GPU."""
+    while meetings_of(gpu).executor.pending:
+        time.sleep(0.001)
+
+
 def serves(cpu: Runner, gpu: Runner) -> None:
     same_steps(cpu, gpu, (1,), (1,))
 
@@ -165,8 +171,10 @@ def test_a_failed_operation_is_an_error_and_the_next_step_runs(path: Path) -> No
         broken.add(native.OP_SCALE, 1, p=(None, None), i=(8,))
         place = meetings.place(1, 1)
         good = meetings.executor._programs[place]
+        settle(gpu)
         meetings.executor.set(place, broken)
         decode_fails(gpu, "operation 0 of the experts on the CPU failed at place 1")
+        settle(gpu)
         meetings.executor.set(place, good)
         serves(cpu, gpu)
 
@@ -185,8 +193,7 @@ def test_a_cpu_that_does_not_answer_is_an_error_within_a_second_and_fills_take_o
         found = counts(gpu)
         assert found["fills"] > before["fills"] and found["cpu"] == before["cpu"], "without the CPU"
         meetings.executor.slow_down(1.0)
-        while meetings.executor.pending:
-            time.sleep(0.001)
+        settle(gpu)
         n_met = meetings.executor.spent()[0]
         serves(cpu, gpu)
         assert meetings.executor.spent()[0] > n_met, "the CPU is back"
