@@ -293,7 +293,7 @@ N_STRESS = 4000
 
 def test_thousands_of_steps_beside_a_cpu_that_fails(tmp_path: Path) -> None:
     """Steps of 1 to 4 rows, the CPU slowed, stalled or failing at random: each ends with the right bits or an error."""
-    path = tiny_models.write(tmp_path / "m.gguf", "qwen3moe", file_type="Q8_0", n_layer=2, n_expert=32, n_used=4)
+    path = tiny_models.write(tmp_path / "m.gguf", "qwen3moe", file_type="Q8_0", n_layer=2, n_expert=64, n_used=4)
     rng = np.random.default_rng(5)
     with ExitStack() as stack:
         file = stack.enter_context(open_model(path))
