@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["MOE_BACKENDS", "NUMA_STRATEGIES", "SPLITS", "EngineOptions", "ModelOptions", "ServerOptions"]
+from freetoken.errors import OptionError
+
+__all__ = ["MOE_BACKENDS", "NUMA_STRATEGIES", "SPLITS", "EngineOptions", "LayerSet", "ModelOptions", "ServerOptions"]
 
 SPLITS = ("offload", "cpu", "hybrid")
 """How experts run that are in no slot: fetched over PCIe, computed on the CPU, or some so and some so."""
@@ -22,6 +24,23 @@ class ModelOptions:
     alias: str | None = None
     chat_template: str | None = None
     """A Jinja source, or the name of a built-in template; None takes the file's."""
+
+
+@dataclass(frozen=True)
+class LayerSet:
+    """Some layers: those named, or the first `count`, or the first of all by a share."""
+
+    layers: tuple[int, ...] = ()
+    count: int = 0
+    share: float = 0.0
+
+    def of(self, n_layer: int) -> frozenset[int]:
+        """The layers of a model with n_layer. Raises OptionError for one that it does not have."""
+        most = max(self.layers, default=0)
+        if most >= n_layer:
+            raise OptionError(f"--moe-cpu-layers names layer {most}: the model has layers 0 to {n_layer - 1}")
+        first = max(self.count, round(self.share * n_layer))
+        return frozenset(self.layers) | frozenset(range(min(first, n_layer)))
 
 
 @dataclass(frozen=True)
@@ -57,6 +76,14 @@ class EngineOptions:
     override_tensors: tuple[tuple[str, str], ...] = ()
     """(regular expression, "CPU" or "CUDA0"): where tensors whose name it finds shall lie. The first that fits counts,
     before cpu_moe and n_cpu_moe."""
+    moe_hybrid_max_fetch: int = -1
+    """Most misses of a layer and step that are filled where the CPU computes the others; -1 fills as many as pays."""
+    moe_hybrid_min_fill: int = 0
+    """Least misses of a layer and step that are filled, 0 or 1."""
+    moe_cpu_layers: LayerSet = LayerSet()
+    """Layers whose misses all go to the CPU."""
+    moe_calibrate: bool = True
+    """Whether backends are timed after loading, and again while serving where conditions move."""
     memory_ratio: float = 0.9
     """Share of the card's free memory that we may take."""
     memory_margin_mib: int = 0

@@ -104,7 +104,7 @@ def test_measured_ties_go_to_more_fills() -> None:
 def test_times_between_and_past_the_measured() -> None:
     assert times({1: 2.0, 2: 3.0, 4: 5.0}, 6).tolist() == [0, 2, 3, 4, 5, 6, 7]
     assert times({2: 4.0}, 3).tolist() == [0, 2, 4, 6]
-    assert times({1: 2.0, 2: 1.5, 4: 3.0}, 4).tolist() == [0, 2, 2, 2.5, 3]
+    assert times({1: 2.0, 2: 1.5, 4: 3.0}, 4).tolist() == [0, 1.5, 1.5, 2.25, 3]
     with pytest.raises(ValueError, match="no measured time"):
         times({0: 1.0}, 3)
 

@@ -189,6 +189,6 @@ def test_experts_that_are_all_left_out_run_nothing(parts: tuple[Executor, Gpu, n
     step(executor, gpu, [0], [2.0])
     assert executor.spent()[:2] == (1, 0) and gpu.outputs[0][0] == 0.0
     ids[1] = 3
-    with pytest.raises(EngineError, match="operation 1 .* failed at place 0"):
+    with pytest.raises(EngineError, match=r"operation 1 .* failed at place 0"):
         step(executor, gpu, [0], [2.0])
     assert executor.spent()[1] == 1

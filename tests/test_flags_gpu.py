@@ -10,7 +10,7 @@ from freetoken.cli.main import main
 from freetoken.cli.parser import Parser
 from freetoken.errors import OptionError
 from freetoken.gpu import driver
-from freetoken.options import EngineOptions
+from freetoken.options import EngineOptions, LayerSet
 
 
 def options(*argv: str, **environ: str) -> EngineOptions:
@@ -51,6 +51,17 @@ FIELDS = [
     (["--moe-cache-rate", "0.37"], "moe_cache_rate", 0.37),
     (["--moe-cache-auto"], "moe_cache_auto", True),
     (["--moe-cache-size", "5"], "moe_cache_auto", False),
+    ([], "moe_hybrid_max_fetch", -1),
+    (["--moe-hybrid-max-fetch", "-1"], "moe_hybrid_max_fetch", -1),
+    (["--moe-hybrid-max-fetch", "0"], "moe_hybrid_max_fetch", 0),
+    (["--moe-hybrid-min-fill", "1"], "moe_hybrid_min_fill", 1),
+    (["--moe-cpu-layers", "0,3-5"], "moe_cpu_layers", LayerSet(layers=(0, 3, 4, 5))),
+    (["--moe-cpu-layers", "3-3"], "moe_cpu_layers", LayerSet(layers=(3,))),
+    (["--moe-cpu-layers", "3"], "moe_cpu_layers", LayerSet(count=3)),
+    (["--moe-cpu-layers", "0.25"], "moe_cpu_layers", LayerSet(share=0.25)),
+    ([], "moe_calibrate", True),
+    (["--moe-calibrate"], "moe_calibrate", True),
+    (["--no-moe-calibrate"], "moe_calibrate", False),
     (["--memory-ratio", "0.5"], "memory_ratio", 0.5),
     (["-fitt", "1024"], "memory_margin_mib", 1024),
     (["-fitc", "4096"], "kv_reserve_tokens", 4096),
@@ -102,6 +113,11 @@ def test_whether_a_gpu_is_asked_for(argv: list[str], is_asked: bool, is_off: boo
         (["--moe-cache-rate", "0.5", "--moe-cache-auto"], ["--moe-cache-rate and --moe-cache-auto"]),
         (["--moe-cache-rate", "1.5"], ["--moe-cache-rate"]),
         (["--moe-cache-size", "0"], ["--moe-cache-size"]),
+        (["--moe-hybrid-max-fetch", "-2"], ["--moe-hybrid-max-fetch"]),
+        (["--moe-hybrid-min-fill", "2"], ["--moe-hybrid-min-fill"]),
+        (["--moe-cpu-layers", "5-3"], ["'5-3'", "such as 3-5"]),
+        (["--moe-cpu-layers", "1.5"], ["--moe-cpu-layers"]),
+        (["--moe-cpu-layers", ","], ["names no layer"]),
         (["--memory-ratio", "0"], ["--memory-ratio"]),
         (["-ot", "exps"], ["-ot", "PATTERN=CPU"]),
         (["-ot", "exps=GPU"], ["'exps=GPU'"]),
@@ -165,3 +181,12 @@ def test_list_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     monkeypatch.setattr(driver, "find_devices", lambda: [card])
     monkeypatch.setattr(driver, "free_bytes", lambda _index: 15 << 30)
     assert devices_text() == "Available devices:\n  CUDA0: Card (16384 MiB, 15360 MiB free)"
+
+
+def test_layers_of_a_set() -> None:
+    assert LayerSet().of(4) == frozenset()
+    assert LayerSet(layers=(1, 3)).of(4) == {1, 3}
+    assert LayerSet(count=2).of(4) == {0, 1} and LayerSet(count=9).of(2) == {0, 1}
+    assert LayerSet(share=0.5).of(5) == {0, 1} and LayerSet(share=1.0).of(2) == {0, 1}
+    with pytest.raises(OptionError, match="names layer 4: the model has layers 0 to 3"):
+        LayerSet(layers=(4,)).of(4)

@@ -56,7 +56,6 @@ def runner(path: Path, n_slots: int, n_buffers: int = 0, buffer_slots: int = 10)
             )
         made = Runner(file, spec, wishes, n_ctx=N_CTX, n_sequences=2, placement=Placement("cpu", plan))
         try:
-            made.gpu.max_stepped = 8  # type: ignore[union-attr]  # short prompts are prefilled too
             yield made
         finally:
             made.close()

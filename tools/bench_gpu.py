@@ -72,6 +72,8 @@ def engine_at(args: argparse.Namespace, rate: float) -> Iterator[Engine]:
     engine = Engine(ModelOptions(args.model), options)
     engine.start()
     engine.wait_ready()
+    while not runner_of(engine).gpu.is_warm:  # type: ignore[union-attr]  # the engine's thread uses the card
+        time.sleep(0.05)
     try:
         yield engine
     finally:

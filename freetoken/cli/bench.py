@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from freetoken import __version__
 from freetoken.cli.flags import add_engine_flags, add_model_flags, engine_options, model_options
+from freetoken.cli.table import markdown
 from freetoken.cores import cpu_name
 from freetoken.errors import OptionError
 from freetoken.gguf import ModelFile, open_model
@@ -238,9 +239,4 @@ def write_table(results: list[Result]) -> None:
         )
         for r in results
     ]
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = [
-        "| " + " | ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in [head, *rows]
-    ]
-    lines.insert(1, "| " + " | ".join("-" * (w - 1) + ":" for w in widths) + " |")
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.write("\n".join(markdown(head, rows)) + "\n")

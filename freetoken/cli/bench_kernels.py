@@ -25,13 +25,14 @@ from tqdm import tqdm
 
 from freetoken import native, quants
 from freetoken.cli.expert_banks import N_USED, RANDOM_TYPES, ExpertBank, model_banks, random_bank
+from freetoken.cli.table import markdown
 from freetoken.cores import cpu_name, last_level_cache_bytes, numa_nodes, physical_cores, physical_cpus
 from freetoken.errors import OptionError
 from freetoken.gguf import open_model
 from freetoken.native import Pool, Program
 from freetoken.quants import GgmlType
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "run", "threads_list"]
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,8 @@ class Nodes:
 # --- flags -----------------------------------------------------------------------------------------------------------
 
 
-def _numbers(text: str) -> list[int]:
+def threads_list(text: str) -> list[int]:
+    """A list of thread counts."""
     parts = text.split(",")
     if not all(part.isdigit() and 0 < int(part) <= 1024 for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers from 1 to 1024, such as 1,2")
@@ -117,8 +119,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"what a pass reads, at least ({CACHES} times the last-level cache)",
     )
-    add("-t", "--threads", type=_numbers, metavar="LIST", help="numbers of threads (the physical cores)")
-    add("-r", "--repetitions", type=_numbers, default=[3], metavar="N", help="passes; the best counts (3)")
+    add("-t", "--threads", type=threads_list, metavar="LIST", help="numbers of threads (the physical cores)")
+    add("-r", "--repetitions", type=threads_list, default=[3], metavar="N", help="passes; the best counts (3)")
     add("--cpu-variant", metavar="NAME", help=f"kernels to use: {', '.join(native.VARIANTS)} (auto)")
     add("--peer", action="store_true", help="measure ggml's row kernel beside ours")
     add("-o", "--output", choices=("md", "json"), default="md", help="format (md)")
@@ -337,9 +339,7 @@ def _write_table(results: list[Result], nodes: Nodes | None) -> None:
             row += ["-", "-"] if r.ggml_gbs is None else [f"{r.ggml_gbs:.2f}", f"{r.ggml_ratio:.2f}"]
         rows.append(row)
     head += ["ggml", "2 planes / ggml"] if has_ggml else []
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = ["| " + " | ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in [head, *rows]]
-    lines.insert(1, "| " + " | ".join("-" * (w - 1) + ":" for w in widths) + " |")
+    lines = markdown(head, rows)
     lines += ["", f"{cpu_name()}, kernels {native.variant()}"]
     if nodes is not None:
         each = ", ".join(f"node {i}: {rate:.2f}" for i, rate in enumerate(nodes.node_gbs))

@@ -1,6 +1,7 @@
 """Experts to measure kernels with: banks of random blocks in a mapped temporary file, or those of a model.
 
-Called by `ft bench kernels`. A bank is one layer's experts: gate and up [n_expert * ff, d], down [n_expert * d, ff].
+Called by `ft bench kernels` and `ft bench bw`. A bank is one layer's experts: gate and up [n_expert * ff, d], down
+[n_expert * d, ff].
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from freetoken.errors import UnsupportedModelError
 from freetoken.gguf import ModelFile, Tensor
 from freetoken.quants import GgmlType
 
-__all__ = ["N_USED", "RANDOM_TYPES", "ExpertBank", "model_banks", "random_bank"]
+__all__ = ["N_USED", "RANDOM_TYPES", "ExpertBank", "model_banks", "random_bank", "random_blocks"]
 
 N_USED = 8
 """Experts of one step, as in Qwen3-30B-A3B; a model's bank with fewer takes all."""
@@ -78,7 +79,7 @@ def random_bank(type_id: int, expert_mib: float, min_bytes: int) -> Iterator[Exp
     ff = step * max(1, round(expert_mib * 2**20 / (3 * row_d * step)))
     matrix = ff * row_d
     n_expert = N_USED * max(1, -(-min_bytes // (3 * matrix * N_USED)))
-    blocks = _random_blocks(type_id, N_USED * matrix)
+    blocks = random_blocks(type_id, N_USED * matrix)
     with tempfile.NamedTemporaryFile(prefix="freetoken-", suffix=".experts") as file:
         for _ in range(3 * n_expert // N_USED):
             file.write(blocks.data)
@@ -90,7 +91,7 @@ def random_bank(type_id: int, expert_mib: float, min_bytes: int) -> Iterator[Exp
         yield ExpertBank((type_id,) * 3, n_expert, D_MODEL, ff, gate, up, down)
 
 
-def _random_blocks(type_id: int, n_bytes: int) -> np.ndarray:
+def random_blocks(type_id: int, n_bytes: int) -> np.ndarray:
     """uint8 [n_bytes] of random blocks with factors as files have them."""
     rng = np.random.default_rng(SEED)
     if type_id in _FLOATS:

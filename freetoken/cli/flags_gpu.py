@@ -14,7 +14,7 @@ from typing import Any
 from freetoken.cli.flag import Flag, real, whole, words
 from freetoken.errors import OptionError
 from freetoken.gpu import driver
-from freetoken.options import MOE_BACKENDS
+from freetoken.options import MOE_BACKENDS, LayerSet
 
 __all__ = ["GPU", "devices_text", "gpu_fields"]
 
@@ -35,6 +35,24 @@ def moe_backend(text: str) -> str:
     if text not in MOE_BACKENDS:
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(MOE_BACKENDS)}")
     return text
+
+
+def layer_set(text: str) -> LayerSet:
+    """A list such as "0,3-5" (one layer: "3-3"), a count, or a share with a point."""
+    if re.fullmatch(r"\d{1,6}", text):
+        return LayerSet(count=int(text))
+    if "." in text:
+        return LayerSet(share=real(0.0, 1.0)(text))
+    layers: set[int] = set()
+    for part in words(text):
+        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
+            raise argparse.ArgumentTypeError(f"{part!r}, expected a layer or a range of them such as 3-5")
+        layers.update(range(first, last + 1))
+    if not layers:
+        raise argparse.ArgumentTypeError(f"{text!r} names no layer")
+    return LayerSet(tuple(sorted(layers)))
 
 
 def device_names(text: str) -> tuple[int, ...]:
@@ -185,6 +203,35 @@ GPU = (
         "moe_cache_auto",
         "as many slots as the GPU has room for (default)",
         env="FREETOKEN_ARG_MOE_CACHE_AUTO",
+    ),
+    Flag(
+        ("--moe-hybrid-max-fetch",),
+        "moe_hybrid_max_fetch",
+        "most misses of a layer that a step fetches to the GPU beside the CPU; -1 as many as pays, 0 none (-1)",
+        whole(-1),
+        env="FREETOKEN_ARG_MOE_HYBRID_MAX_FETCH",
+    ),
+    Flag(
+        ("--moe-hybrid-min-fill",),
+        "moe_hybrid_min_fill",
+        "least misses of a layer that a step fetches, 0 or 1 (0)",
+        whole(0, 1),
+        env="FREETOKEN_ARG_MOE_HYBRID_MIN_FILL",
+    ),
+    Flag(
+        ("--moe-cpu-layers",),
+        "moe_cpu_layers",
+        "layers whose misses all go to the CPU: a list such as 0,3-5, a count of the first ones, or a share (0.25)",
+        layer_set,
+        "LAYERS",
+        "FREETOKEN_ARG_MOE_CPU_LAYERS",
+    ),
+    Flag(
+        ("--moe-calibrate",),
+        "moe_calibrate",
+        "time the backends after loading and keep the fastest, again where conditions move (default)",
+        env="FREETOKEN_ARG_MOE_CALIBRATE",
+        negatives=("--no-moe-calibrate",),
     ),
     Flag(
         ("--memory-ratio",),

@@ -21,7 +21,10 @@ _COMMANDS = {
     "bench": "measure prompt and generation speed",
     "info": "show what a model file holds",
 }
-_SUB_COMMANDS = {("bench", "kernels"): "measure the kernels of experts against the machine's memory"}
+_SUB_COMMANDS = {
+    ("bench", "kernels"): "measure the kernels of experts against the machine's memory",
+    ("bench", "bw"): "measure fills over PCIe and experts on the CPU, beside each other; stores the profile",
+}
 _LOG_LEVELS = {"serve": 3}
 """llama-server's levels where no flag says otherwise: a server informs, the others only warn."""
 _INTERRUPTED = 130

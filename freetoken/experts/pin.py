@@ -31,9 +31,9 @@ Allocate = Callable[[int], "np.ndarray | None"]
 """Locked memory, uint8 of at least so many bytes, kept alive by its views; None where there is none (left)."""
 
 _ALIGNMENT = 128
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 64 << 20
 """Locked at once. The system's lock on the process's memory map is held as long, and whoever maps memory meanwhile, as
-every import does, waits."""
+every import does, waits. Pieces of 16 MiB make a start no faster, and locking 16 GiB takes 3.3 s instead of 1.8."""
 
 
 class Rung(Enum):

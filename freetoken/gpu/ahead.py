@@ -33,7 +33,7 @@ from freetoken.options import EngineOptions
 from freetoken.plan import first_gpu_layer
 from freetoken.spec import ModelSpec
 
-__all__ = ["Start", "begin", "import_where_usable", "modules", "pin_experts", "timed"]
+__all__ = ["Start", "begin", "import_where_usable", "modules", "pin_experts", "pinned_memory", "timed"]
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def pin_experts(layers: Sequence[LayerBanks | None], device: int) -> Pinned:
         layers,
         partial(driver.register, device=device, private=driver.private_mappings()),
         partial(driver.unregister, device=device),
-        allocate=_pinned_memory,
+        allocate=pinned_memory,
         n_threads=N_PIN_THREADS,
     )
     if Rung.PAGEABLE in pinned.rungs:
@@ -174,7 +174,8 @@ def _compute_key() -> None:
                 return
 
 
-def _pinned_memory(n_bytes: int) -> np.ndarray | None:
+def pinned_memory(n_bytes: int) -> np.ndarray | None:
+    """Locked memory, uint8 [n_bytes]; None where there is none left."""
     torch = importlib.import_module("torch")
     try:
         found: np.ndarray = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True).numpy()

@@ -28,6 +28,7 @@ __all__ = [
     "has_memory_operations",
     "launch_host_function",
     "memcpy_async_address",
+    "pci_bus_id",
     "private_mappings",
     "register",
     "unregister",
@@ -112,6 +113,14 @@ def why_no_device() -> str:
     if _int_of("cuDeviceGetCount") == 0:
         return _INIT_HINTS[_NO_DEVICE].format(visible=os.environ.get("CUDA_VISIBLE_DEVICES", "not set"))
     return ""
+
+
+def pci_bus_id(device: int) -> str:
+    """Where a card sits, such as "0000:01:00.0"; "" where the driver does not tell."""
+    text = ctypes.create_string_buffer(32)
+    handle = ctypes.c_int(_int_of("cuDeviceGet", device))
+    code = _library().cuDeviceGetPCIBusId(text, len(text), handle)
+    return "" if code else text.value.decode(errors="replace")
 
 
 def free_bytes(device: int = 0) -> int:

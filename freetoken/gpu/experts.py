@@ -69,10 +69,12 @@ class GpuExperts:
         passing: Sequence[int] = (),
         meet: Callable[[], Meetings] | None = None,
         slow_fills: float = 0.0,
+        hybrid: Callable[[int], np.ndarray] = hybrid_table,
     ) -> None:
         """`staging` names the slots that a prompt's experts stream through, or how many bytes are set aside for it;
         `edges` are host addresses that no copy may cross (`ExpertPool`). Layers of `passing` leave all misses to the
-        CPU where it takes part; `meet` makes its part, when it is first wanted. `slow_fills` is `SlotMemory`'s."""
+        CPU where it takes part; `meet` makes its part, when it is first wanted; `hybrid` gives that backend's
+        table for up to so many misses. `slow_fills` is `SlotMemory`'s."""
         self.layers = layers
         self.n_used = n_used
         self.edges = edges
@@ -93,7 +95,7 @@ class GpuExperts:
         self._number = {layer.banks[0].name: i for i, layer in enumerate(layers) if layer is not None}
         self._loading: Future[None] | None = None
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._passing, self._meet = tuple(passing), meet
+        self._passing, self._meet, self._hybrid = tuple(passing), meet, hybrid
         self.meetings: Meetings | None = None
         self._meets: frozenset[int] = frozenset()
         self._is_met = False
@@ -184,7 +186,7 @@ class GpuExperts:
         """
         tables = {"offload": self._every_miss, "cpu": np.zeros_like(self._every_miss)}
         if backend == "hybrid":
-            tables["hybrid"] = hybrid_table(len(self._every_miss) - 1) if table is None else table
+            tables["hybrid"] = self._hybrid(len(self._every_miss) - 1) if table is None else table
         elif backend not in tables:
             raise EngineError(f"experts' backend {backend!r}, expected offload, cpu or hybrid")
         split = [i for i in self.state.pool_of if i not in self._first_slot]

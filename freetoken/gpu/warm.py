@@ -70,11 +70,16 @@ class WarmUp:
         self._later.extend(shapes)
         on_progress(1.0)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to run, nor running."""
+        return not self._later
+
     def more(self, should_stop: Callable[[], bool], progress: CompileProgress | None = None) -> bool:
         """Run the next shape, if any is left: whether one was. One that is stopped comes again; a failure is logged."""
         if not self._later:
             return False
-        kind, n, is_sampled = shape = self._later.popleft()
+        kind, n, is_sampled = self._later[0]
         try:
             with timed(f"warm-up of a {kind} of {n}"):
                 if kind == "prompt":
@@ -84,11 +89,12 @@ class WarmUp:
                     on_kernel = None if progress is None else progress.kernels
                     self._model.try_step(n, is_sampled=is_sampled, on_kernel=on_kernel)
         except Stopped:
-            self._later.appendleft(shape)
+            return True
         except DeviceLostError:
             raise
         except Exception as error:
             logger.warning("warming up a %s of %d failed: %s: %s", kind, n, type(error).__name__, error)
+        self._later.popleft()
         return True
 
 
