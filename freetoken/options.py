@@ -7,10 +7,12 @@ from pathlib import Path
 
 from freetoken.errors import OptionError
 
-__all__ = ["MOE_BACKENDS", "NUMA_STRATEGIES", "EngineOptions", "LayerSet", "ModelOptions", "ServerOptions"]
+__all__ = ["MOE_BACKENDS", "NUMA_STRATEGIES", "SPLITS", "EngineOptions", "LayerSet", "ModelOptions", "ServerOptions"]
 
-MOE_BACKENDS = ("auto", "fused", "offload")
-"""How routed experts run on a GPU: all in slots, or misses filled over PCIe; auto takes fused where all fit."""
+SPLITS = ("offload", "cpu", "hybrid")
+"""How experts run that are in no slot: fetched over PCIe, computed on the CPU, or some so and some so."""
+MOE_BACKENDS = ("auto", "fused", *SPLITS)
+"""How routed experts run on a GPU: all in slots, or one of SPLITS; auto takes fused where all fit."""
 NUMA_STRATEGIES = ("distribute", "isolate", "numactl")
 
 
@@ -65,10 +67,12 @@ class EngineOptions:
     """Slots for experts of all layers together; 0 leaves it to moe_cache_rate."""
     moe_cache_rate: float = 0.0
     """The same as a share of all experts; 0 fills the card."""
+    moe_cpu_threads: int = 0
+    """Threads for experts on the CPU beside a GPU."""
     cpu_moe: bool = False
-    """No layer's experts take slots of the cache."""
+    """No layer's experts take slots of the cache: the CPU computes them."""
     n_cpu_moe: int = 0
-    """The first so many layers' experts take no slots of the cache."""
+    """The same for the first so many layers."""
     override_tensors: tuple[tuple[str, str], ...] = ()
     """(regular expression, "CPU" or "CUDA0"): where tensors whose name it finds shall lie. The first that fits counts,
     before cpu_moe and n_cpu_moe."""
@@ -92,6 +96,10 @@ class EngineOptions:
     cache_type_v: str = "f16"
     numa: str | None = None
     """With several memory nodes: one of NUMA_STRATEGIES; None leaves placement to the system."""
+    slow_fills: float = 0.0
+    """Of tests: fills move so many times their bytes, another machine's link; 0 leaves the possibility out."""
+    slow_cpu: float = 1.0
+    """Of tests: experts on the CPU take so many times as long."""
     n_planes: int = 2
     """int8 planes of a quantised activation: 2 (16 bits) or 1 (8 bits, llama.cpp's precision)."""
 

@@ -6,7 +6,7 @@ card asked here. Called once by the runner, before weights are read.
 The card's free memory, less what `memory_ratio` and `memory_margin_mib` leave, is spent in this order: dense weights
 of the layers on the GPU, scratch of prefill, keys and values (all of `-c`, or at least `kv_reserve_tokens`), the least
 slots that a step needs; then all experts where they fit (fused), else a part of the rest for a longer context and all
-else for slots (offload).
+else for slots (offload, cpu, hybrid).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from freetoken.errors import OptionError
 from freetoken.experts.slots import SizeClass, size_classes, slots_per_class
 from freetoken.gguf import ModelFile
 from freetoken.kvcache import CACHE_TYPES, PAGE, n_pages_for
-from freetoken.options import EngineOptions
+from freetoken.options import SPLITS, EngineOptions
 from freetoken.prompt_memory import chunk_tokens, working_bytes
 from freetoken.spec import ModelSpec
 
@@ -78,7 +78,7 @@ class GpuPlan:
     """
 
     backend: str
-    """ "dense", "fused" (every expert has a slot for good) or "offload"."""
+    """ "dense", "fused" (every expert has a slot for good), or how misses run: "offload", "cpu" or "hybrid"."""
     n_layer: int
     first_layer: int
     """Layers before this one run on the CPU; n_layer: only the head is on the GPU."""
@@ -104,6 +104,11 @@ class GpuPlan:
     """Activations and scratch of prefill, and all else that decode steps take."""
     notes: tuple[str, ...] = ()
     """What was left out or made smaller without being asked; one warning each."""
+
+    @property
+    def is_offloading(self) -> bool:
+        """Whether experts take turns in slots."""
+        return self.backend in SPLITS
 
     @property
     def n_gpu_layers(self) -> int:
@@ -145,7 +150,7 @@ class GpuPlan:
                 f"  experts {kind}: {n} slots of {c.slot_bytes} bytes ({100 * n / n_all:.1f}% of the {n_all} of "
                 f"{len(c.layers)} layers), {_mib(n * c.slot_bytes)}"
             )
-        if self.backend == "offload":
+        if self.is_offloading:
             where = f"{self.buffer_slots} slots" if self.buffer_pool is not None else _mib(self.buffer_bytes)
             n = self.n_buffers
             lines.append(
@@ -322,7 +327,7 @@ class _Planner:
             return self.finish(first, "dense", (), (), room)
         wanted = self.options.moe_cache_size or round(self.options.moe_cache_rate * sum(n_all))
         is_whole = not passing and (not wanted or wanted >= sum(n_all))
-        if is_whole and self.options.moe_backend != "offload" and floor_kv + all_bytes <= room:
+        if is_whole and self.options.moe_backend not in SPLITS and floor_kv + all_bytes <= room:
             return self.finish(first, "fused", common, n_all, room - all_bytes)
         if self.options.moe_backend == "fused":
             if not is_whole:
@@ -339,13 +344,14 @@ class _Planner:
     def offload(
         self, first: int, common: tuple[SizeClass, ...], passing: tuple[SizeClass, ...], wanted: int
     ) -> GpuPlan:
+        backend = self.options.moe_backend if self.options.moe_backend in SPLITS else "offload"
         room = self.budget - self.base(first) - self.least_slots(passing)
         pass_slots = tuple(min(self.n_min, len(c.layers) * self.spec.n_expert) for c in passing)
         kv_bytes = self.kv_bytes(first, self.floor_ctx)
         if wanted and common:
             n_slots = self.wanted_slots(common, wanted, room - kv_bytes)
             taken = sum(n * c.slot_bytes for n, c in zip(n_slots, common, strict=True))
-            return self.finish(first, "offload", (*common, *passing), (*n_slots, *pass_slots), room - taken)
+            return self.finish(first, backend, (*common, *passing), (*n_slots, *pass_slots), room - taken)
         spare = room - self.least_slots(common) - kv_bytes
         if not self.is_ctx_fixed:
             buffers = N_BUFFERS * self.spec.n_expert * max((c.slot_bytes for c in passing), default=0)
@@ -353,7 +359,7 @@ class _Planner:
             longer = self.longest_ctx(first, kv_bytes + share)
             kv_bytes = max(kv_bytes, self.kv_bytes(first, longer))
         n_slots = slots_per_class(common, self.spec.n_expert, room - kv_bytes, self.n_min)
-        return self.finish(first, "offload", (*common, *passing), (*n_slots, *pass_slots), kv_bytes)
+        return self.finish(first, backend, (*common, *passing), (*n_slots, *pass_slots), kv_bytes)
 
     def wanted_slots(self, classes: tuple[SizeClass, ...], wanted: int, room: int) -> tuple[int, ...]:
         """A number of slots shared out as `slots_per_class` shares out bytes."""
@@ -381,7 +387,7 @@ class _Planner:
     ) -> GpuPlan:
         """The plan whose context may take `kv_room` bytes; the floor is known to fit."""
         n_ctx = self.n_ctx if self.is_ctx_fixed else max(self.longest_ctx(first, kv_room), self.floor_ctx)
-        passing = classes[-1].layers if classes and backend == "offload" and self.classes(first)[1] else ()
+        passing = classes[-1].layers if classes and backend in SPLITS and self.classes(first)[1] else ()
         plan = GpuPlan(
             backend=backend,
             n_layer=self.spec.n_layer,
@@ -403,7 +409,7 @@ class _Planner:
             n_chunk=self.n_chunk,
             scratch_bytes=self.scratch_bytes,
         )
-        if backend == "offload":
+        if backend in SPLITS:
             plan = self.with_buffers(plan)
         return replace(plan, notes=tuple(self.notes(plan)))
 
@@ -436,7 +442,7 @@ class _Planner:
                 f"the context is {plan.n_ctx} tokens of the model's {self.n_ctx}, to leave the GPU's memory to weights:"
                 f" -c {self.n_ctx} takes it whole"
             )
-        if plan.backend == "offload" and plan.n_buffers < N_BUFFERS:
+        if plan.is_offloading and plan.n_buffers < N_BUFFERS:
             what = "is read without overlap of copy and computation" if plan.n_buffers else "fills experts one by one"
             notes.append(f"fewer than two layers' experts fit beside a step's: a long prompt {what}")
         return notes

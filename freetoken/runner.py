@@ -129,12 +129,15 @@ class Runner:
         start = None if card is None else ahead.begin(file, spec, card, options)
         self.n_threads = options.n_threads or native.physical_cores()
         self.n_threads_batch = options.n_threads_batch or self.n_threads
+        self.n_threads_experts = options.moe_cpu_threads or min(self.n_threads, expert_threads(native.physical_cores()))
         self.n_chunk = options.n_chunk
+        self._cpus = cpus
         self._pool = _pool(self.n_threads, cpus)
         if card is not None and start is not None:
             placement = self._place(file, spec, options, card, start, n_sequences)
         is_same = self.n_threads_batch == self.n_threads
         self._pool_batch = self._pool if is_same else _pool(self.n_threads_batch, cpus)
+        self._pool_experts: native.Pool | None = None
         self.gpu: OnGpu | None = None
         shapes = [KVShape(n_kv, spec.head_dim_k, spec.head_dim_v) for n_kv in spec.n_kv]
         if placement is not None:
@@ -145,7 +148,9 @@ class Runner:
                     self._pool, self._model, self.cache, n_pages_for(self.n_ctx), options.n_planes, n_layers=first
                 )
             try:
-                gpu: OnGpu = import_gpu().GpuModel(file, spec, options, self._model, placement, self._pool)
+                gpu: OnGpu = import_gpu().GpuModel(
+                    file, spec, options, self._model, placement, self._pool, self._experts_pool
+                )
             except BaseException:
                 if start is not None:
                     start.drop()
@@ -290,6 +295,16 @@ class Runner:
             self.gpu.close()
         self._pool.close()
         self._pool_batch.close()
+        if self._pool_experts is not None:
+            self._pool_experts.close()
+
+    def _experts_pool(self) -> native.Pool:
+        """The threads for experts beside a GPU: those of layers on the CPU where they are as many."""
+        if self.n_threads_experts == self.n_threads:
+            return self._pool
+        if self._pool_experts is None:
+            self._pool_experts = _pool(self.n_threads_experts, self._cpus)
+        return self._pool_experts
 
     def _pieces(self, tokens: ListOf[int]) -> Iterator[ListOf[int]]:
         """What runs at once: chunks of `EngineOptions.n_chunk`, short ones cut into steps."""
@@ -355,6 +370,12 @@ def import_prefill() -> Callable[..., LongPass]:
     from freetoken.cpu.prefill import Prefill
 
     return Prefill
+
+
+def expert_threads(n_cores: int) -> int:
+    """Threads that compute experts beside a GPU: one core is left to the engine's own thread, which launches steps, and
+    of many one more to everything else. A thread that finds its core taken holds up all the others."""
+    return max(n_cores - (1 if n_cores <= 8 else 2), 1)
 
 
 def _pool(n_threads: int, cpus: ListOf[int] | None) -> native.Pool:

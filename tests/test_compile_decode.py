@@ -71,6 +71,28 @@ CASES: dict[str, Case] = {
         | {"HAS_SCALE": False},
         1,
     ),
+    "places": (
+        "handover",
+        "clear_places_kernel",
+        {"flags": "*i64", "first": "i32", "count": "i32"},
+        {"WORDS": 16, "BLOCK": 64},
+        2,
+    ),
+    "hand over": (
+        "handover",
+        "hand_over_kernel",
+        {"x": FLOATS, "ids": INTS, "routes": INTS, "host_x": FLOATS, "host_ids": INTS, "n_expert": "i32"}
+        | {"n_ids": "i32"},
+        {"N": 2048, "BLOCK": 2048, "N_IDS": 64},
+        8,
+    ),
+    "take rows": (
+        "handover",
+        "take_rows_kernel",
+        {"ids": INTS, "routes": INTS, "host_rows": FLOATS, "rows": FLOATS, "n_expert": "i32"},
+        {"N": 2048, "BLOCK": 1024},
+        8,
+    ),
     "embedding": (
         "embed",
         "row_starts_kernel",

@@ -150,3 +150,45 @@ def test_wrong_uses_are_refused(parts: tuple[Executor, Gpu, native.Pool]) -> Non
     executor.close()
     with pytest.raises(EngineError, match="has ended"):
         executor.expect([0])
+
+
+def test_a_second_thread_lets_the_gpu_go_when_the_first_does_not_answer() -> None:
+    """Whoever waits for the GPU, in whatever way; afterwards steps run again."""
+    flags = native.aligned(N_PLACES * PLACE_BYTES)
+    inputs, outputs = np.zeros((N_PLACES, WIDTH), np.float32), np.zeros((N_PLACES, WIDTH), np.float32)
+    with native.Pool(1, None) as pool:
+        executor = Executor(pool, flags, limit_s=0.1)
+        gpu = Gpu(flags, inputs, outputs)
+        program = native.Program(pool)
+        program.add(native.OP_SCALE, 1, p=(inputs[0], outputs[0]), i=(WIDTH,), f=(2.0, 0.0))
+        executor.set(0, program)
+        step(executor, gpu, [0], [2.0])
+        executor.slow_down(1e12)
+        executor.expect([0, 0])
+        started = time.monotonic()
+        gpu.start([0, 0], [1.0, 1.0])
+        assert gpu.is_over.wait(2.0) and 0.05 < time.monotonic() - started < 1.5
+        assert "took too long" in executor.failure()
+        executor.slow_down(1.0)
+        while executor.pending:
+            time.sleep(0.001)
+        executor.reset()
+        step(executor, gpu, [0], [4.0])
+        assert gpu.results[0][0] == 8.0
+        executor.close()
+
+
+def test_experts_that_are_all_left_out_run_nothing(parts: tuple[Executor, Gpu, native.Pool]) -> None:
+    executor, gpu, pool = parts
+    ids = np.array([-1, -1, 7], np.int32)
+    program = native.Program(pool)
+    program.add(native.OP_SCALE, 1, p=(gpu.inputs[0], gpu.outputs[0]), i=(WIDTH,), f=(2.0, 0.0))
+    broken = {"p": (gpu.inputs[0], ids, None, None, None, None, None), "i": (7, 3)}
+    program.add(native.OP_EXPERTS, 1, **broken)  # type: ignore[arg-type]
+    executor.set(0, program)
+    step(executor, gpu, [0], [2.0])
+    assert executor.spent()[:2] == (1, 0) and gpu.outputs[0][0] == 0.0
+    ids[1] = 3
+    with pytest.raises(EngineError, match=r"operation 1 .* failed at place 0"):
+        step(executor, gpu, [0], [2.0])
+    assert executor.spent()[1] == 1

@@ -44,6 +44,9 @@ FIELDS = [
     (["-sm", "layer"], "gpu", 0),
     (["--moe-backend", "fused"], "moe_backend", "fused"),
     (["--moe-backend", "offload"], "moe_backend", "offload"),
+    (["--moe-backend", "cpu"], "moe_backend", "cpu"),
+    (["--moe-backend", "hybrid"], "moe_backend", "hybrid"),
+    (["--moe-cpu-threads", "6"], "moe_cpu_threads", 6),
     (["--moe-cache-size", "2273"], "moe_cache_size", 2273),
     (["--moe-cache-rate", "0.37"], "moe_cache_rate", 0.37),
     (["--moe-cache-auto"], "moe_cache_auto", True),
@@ -104,9 +107,8 @@ def test_whether_a_gpu_is_asked_for(argv: list[str], is_asked: bool, is_off: boo
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--moe-backend", "cpu"], ["--moe-backend", "does not exist yet"]),
-        (["--moe-backend", "hybrid"], ["'hybrid'", "does not exist yet"]),
-        (["--moe-backend", "slow"], ["none of auto, fused, offload"]),
+        (["--moe-backend", "slow"], ["none of auto, fused, offload, cpu, hybrid"]),
+        (["--moe-cpu-threads", "0"], ["--moe-cpu-threads"]),
         (["--moe-cache-size", "5", "--moe-cache-rate", "0.5"], ["--moe-cache-size and --moe-cache-rate", "exclude"]),
         (["--moe-cache-rate", "0.5", "--moe-cache-auto"], ["--moe-cache-rate and --moe-cache-auto"]),
         (["--moe-cache-rate", "1.5"], ["--moe-cache-rate"]),

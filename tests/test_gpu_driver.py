@@ -97,6 +97,87 @@ class FakeCuda:
         return 0 if self.registered.pop(address.value or 0, None) else 713
 
 
+class FakeStreams(FakeCuda):
+    """Also captures operations on memory and runs them; `refuses` names a call that fails."""
+
+    def __init__(self, refuses: str = "") -> None:
+        super().__init__()
+        self.refuses = refuses
+        self.memory = np.zeros(32, np.uint64)
+        self.work: list[tuple[str, int, int]] = []
+        self.is_capturing = False
+        self.n_freed = 0
+
+    def _put(self, name: str, address: ctypes.c_uint64, value: ctypes.c_uint64, flags: int) -> int:
+        assert self.is_capturing and flags == 0
+        self.work.append((name, address.value, value.value))
+        return 900 if self.refuses == name else 0
+
+    def cuMemHostAlloc(self, memory: object, n_bytes: ctypes.c_size_t, _flags: int) -> int:
+        assert n_bytes.value <= self.memory.nbytes
+        memory._obj.value = self.memory.ctypes.data  # type: ignore[attr-defined]
+        return 0
+
+    def cuMemFreeHost(self, _memory: object) -> int:
+        self.n_freed += 1
+        return 0
+
+    def cuStreamCreate(self, _stream: object, _flags: int) -> int:
+        return 0
+
+    def cuStreamDestroy_v2(self, _stream: object) -> int:
+        return 0
+
+    def cuStreamBeginCapture_v2(self, _stream: object, _mode: int) -> int:
+        self.is_capturing = True
+        return 0
+
+    def cuStreamEndCapture(self, _stream: object, graph: object) -> int:
+        self.is_capturing = False
+        graph._obj.value = 1  # type: ignore[attr-defined]
+        return 0
+
+    def cuGraphInstantiateWithFlags(self, made: object, _graph: object, _flags: object) -> int:
+        made._obj.value = 1  # type: ignore[attr-defined]
+        return 0
+
+    def cuGraphLaunch(self, _made: object, _stream: object) -> int:
+        for name, address, value in self.work:
+            word = ctypes.c_uint64.from_address(address)
+            if name == "write":
+                word.value = value
+            else:
+                assert word.value >= value, "it would wait for ever"
+        return 0
+
+    def cuStreamSynchronize(self, _stream: object) -> int:
+        return 0
+
+    def cuGraphExecDestroy(self, _made: object) -> int:
+        return 0
+
+    def cuGraphDestroy(self, _graph: object) -> int:
+        return 0
+
+    def cuStreamWriteValue64_v2(self, _stream: object, *rest: object) -> int:
+        return self._put("write", *rest)  # type: ignore[arg-type]
+
+    def cuStreamWaitValue64_v2(self, _stream: object, *rest: object) -> int:
+        return self._put("wait", *rest)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("refuses", "has"), [("", True), ("write", False), ("wait", False)])
+def test_whether_graphs_may_wait_for_memory(refuses: str, has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = FakeStreams(refuses)
+    monkeypatch.setattr(driver, "_library", lambda: library)
+    driver._primary_context.cache_clear()
+    try:
+        assert driver.has_memory_operations.__wrapped__(0) is has
+    finally:
+        driver._primary_context.cache_clear()
+    assert library.n_freed == 1 and not library.contexts and not library.is_capturing
+
+
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     library = FakeCuda()

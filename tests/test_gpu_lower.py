@@ -24,7 +24,7 @@ from freetoken.experts.slots import size_classes
 from freetoken.gguf import open_model
 from freetoken.gpu import lower
 from freetoken.gpu.arena import Arena, Lease
-from freetoken.gpu.experts import GpuExperts
+from freetoken.gpu.experts import GpuExperts, ProgramExperts
 from freetoken.gpu.inputs import Inputs
 from freetoken.gpu.kv import DeviceKV
 from freetoken.gpu.lower import Lowering, Room
@@ -104,7 +104,8 @@ class Lowered:
             build(trace, trace.embed(self.model.token_embd))
         room = Room.empty(8, 8, max_splits(N_POSITIONS), 64, DEVICE)
         arena = arena or self.arena
-        return Lowering(trace, self.weights, self.kv, self.inputs, self.experts, arena, room, N_POSITIONS, 2)
+        experts = None if self.experts is None else ProgramExperts(self.experts, frozenset())
+        return Lowering(trace, self.weights, self.kv, self.inputs, experts, arena, room, N_POSITIONS, 2)
 
 
 @pytest.fixture(scope="module")

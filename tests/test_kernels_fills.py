@@ -24,7 +24,7 @@ from freetoken.experts.slots import SlotState, size_classes
 from freetoken.experts.split import bounded_table
 from freetoken.gguf import open_model
 from freetoken.kernels import layout
-from freetoken.kernels.fills import FillBank, fill, fill_bank
+from freetoken.kernels.fills import SLOW_UNIT, FillBank, Slow, fill, fill_bank
 from freetoken.quants import GgmlType
 from freetoken.spec import read_spec
 
@@ -71,10 +71,12 @@ class Layer:
             at += self.banks[-1].slot_bytes
         self.slots = torch.full((N_SLOTS, at + 256), FILL, dtype=torch.uint8)
 
-    def fill(self, pairs: list[tuple[int, int]], n_programs: int = 3) -> None:
+    def fill(self, pairs: list[tuple[int, int]], n_programs: int = 3, slow: float = 0.0) -> None:
         experts, slots = (torch.tensor([p[i] for p in pairs] + [99, 99], dtype=torch.int32) for i in range(2))
         counts = torch.tensor([9, 9, 9, len(pairs), 9], dtype=torch.int32)
-        fill(self.banks, self.slots, experts, slots, counts, n_programs=n_programs)
+        factor = torch.tensor([round(slow * SLOW_UNIT)], dtype=torch.int32)
+        given = Slow(factor, N_EXPERT) if slow else None
+        fill(self.banks, self.slots, experts, slots, counts, n_programs=n_programs, slow=given)
 
     def check(self, pairs: list[tuple[int, int]]) -> None:
         """Slots of `pairs` hold their experts, everything else is as it was."""
@@ -114,6 +116,14 @@ def test_experts_of_many_chunks_and_more_programs_than_work() -> None:
         layer.check(pairs)
 
 
+@pytest.mark.parametrize("slow", [1.0, 1.5, 3.25])
+def test_a_slower_link_brings_the_same_bytes(slow: float) -> None:
+    layer = Layer([(GgmlType.Q8_0, 40, 512), (GgmlType.Q4_K, 4, 512)])
+    pairs = [(4, 0), (0, 3), (1, 1)]
+    layer.fill(pairs, slow=slow)
+    layer.check(pairs)
+
+
 def test_no_fills_touch_nothing() -> None:
     layer = Layer([(GgmlType.Q4_K, 4, 512)])
     layer.fill([])
@@ -146,10 +156,14 @@ def test_launcher_refuses() -> None:
         fill_bank(GgmlType.Q4_K, 4, 512, 0, 64, DEVICE)
 
 
-def compile_fill(archs: tuple[int, ...]) -> str:
-    signature: dict[str, str] = {"slots_ptr": "*u8", "slot_bytes": "i32"}
+def compile_fill(archs: tuple[int, ...], is_slow: bool = False) -> str:
+    signature: dict[str, str] = {"slots_ptr": "*u8", "slot_bytes": "i32", "n_expert": "i32"}
     signature |= dict.fromkeys(("expert_ptr", "slot_ptr", "counts_ptr"), "*i32")
     constexprs: dict[str, object] = {"CHUNK": 8192}
+    if is_slow:
+        signature["slow_ptr"] = "*i32"
+    else:
+        constexprs["slow_ptr"] = None
     for i, (unit, is_plain) in enumerate(((4, True), (2, False), (1, False))):
         signature |= {f"address{i}": "i64", f"bytes{i}": "i32", f"offset{i}": "i32", f"moves{i}_ptr": "*i32"}
         signature[f"block_units{i}"] = "i32"
@@ -167,6 +181,7 @@ def test_kernel_compiles_to_wide_loads() -> None:
 @pytest.mark.compile
 def test_kernel_compiles_everywhere() -> None:
     compile_fill(ARCHITECTURES)
+    compile_fill(ARCHITECTURES, is_slow=True)
 
 
 def test_from_a_file_to_its_slots(tmp_path: pathlib.Path) -> None:

@@ -1,10 +1,13 @@
 """The GPU engine measured in this process: decode, prefill, first tokens, start, memory, a hash of all steps' logits.
 
-    python tools/bench_gpu.py -m MODEL.gguf --rates 0,0.37 [--parts hash,first,prefill,decode,start] [-r 7]
+    python tools/bench_gpu.py -m MODEL.gguf --rates 0,0.37 [--backends offload,hybrid,cpu] [--cpu-threads 6]
+        [--parts hash,first,prefill,decode,start] [-r 7]
 
 A rate is the share of experts in slots, 0 keeps them all on the GPU (fused). Decoding is one stream sampled at
 temperature 1 from all tokens after a text of the model's own; its roofline is the time of a step whose experts are all
-there (without sampling) plus the bytes that were missing at the copy engine's rate. The hash is taken when an engine is
+there (without sampling) plus the bytes that were missing, at the copy engine's rate (offload), at that of reading host
+memory (cpu), or at both, each taken beside the other (hybrid). Backends are switched in one engine; hash and decoding
+are of each, the rest of the first. The hash is taken when an engine is
 new and again after all other work, and once more in new engines at `--hash-rates`; all must be equal, or the exit
 status is 1. Prints a table; `-r` repeats what is timed and takes the median.
 """
@@ -20,6 +23,7 @@ import logging
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,7 +40,7 @@ from freetoken.engine import Engine
 from freetoken.experts.pin import Rung
 from freetoken.options import EngineOptions, ModelOptions
 from freetoken.request import DoneEvent, ErrorEvent, Request, SamplingParams, TokenEvent
-from freetoken.runner import Runner
+from freetoken.runner import Runner, expert_threads
 
 PARTS = ("hash", "first", "prefill", "decode", "start")
 HASH = "hash of logits"
@@ -55,13 +59,17 @@ class Row:
 
 
 @contextmanager
-def engine_at(path: Path, rate: float, n_ctx: int, n_threads: int) -> Iterator[Engine]:
+def engine_at(args: argparse.Namespace, rate: float) -> Iterator[Engine]:
     """An engine that has loaded the model, its experts' slots at a rate."""
-    backend = "offload" if rate else "auto"
     options = EngineOptions(
-        n_ctx=n_ctx, n_threads=n_threads, n_gpu_layers=-2, moe_cache_rate=rate, moe_backend=backend
-    )  # fmt: skip
-    engine = Engine(ModelOptions(path), options)
+        n_ctx=args.ctx,
+        n_threads=args.threads,
+        moe_cpu_threads=args.cpu_threads,
+        n_gpu_layers=-2,
+        moe_cache_rate=rate,
+        moe_backend=args.backends[0] if rate else "auto",
+    )
+    engine = Engine(ModelOptions(args.model), options)
     engine.start()
     engine.wait_ready()
     while not runner_of(engine).gpu.is_warm:  # type: ignore[union-attr]  # the engine's thread uses the card
@@ -111,38 +119,70 @@ def ask(engine: Engine, prompt: list[int], params: SamplingParams, *, cache_prom
 
 
 def counters(engine: Engine) -> np.ndarray:
-    """Hits, misses, fills, CPU set, bytes of all layers; zeros without experts."""
+    """Hits, misses, fills, CPU set of all layers, and bytes that were missing; zeros without experts."""
     found = engine.expert_counters()
-    return np.zeros(5, np.int64) if found is None else found.sum(axis=0)
+    if found is None:
+        return np.zeros(5, np.int64)
+    found[:, 4] = found[:, 1] * runner_of(engine).gpu.experts.state.expert_bytes  # type: ignore[union-attr]
+    total: np.ndarray = found.sum(axis=0)
+    return total
 
 
-def copy_rate() -> float:
-    """GB/s of the copy engine from pinned memory in pieces of 64 MiB."""
-    host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty_like(host, device="cuda")
-    best = 0.0
-    for _ in range(3):
+@dataclass(frozen=True)
+class Rates:
+    """GB/s of copies to the GPU and of reading by the experts' threads: each alone, and beside the other."""
+
+    copy: float
+    read: float
+    copy_beside: float
+    read_beside: float
+
+    def seconds(self, backend: str, n_bytes: float) -> float:
+        """The least time in which a backend can bring so many missing bytes to a product."""
+        rate = {"cpu": self.read, "hybrid": self.copy_beside + self.read_beside}.get(backend, self.copy)
+        return n_bytes / rate / 1e9
+
+    def rows(self) -> list[Row]:
+        return [
+            Row("", "copies to the GPU, pinned (B_P)", self.copy, "GB/s", f"{self.copy_beside:.1f} beside reading"),
+            Row("", "host memory read (B_H)", self.read, "GB/s", f"{self.read_beside:.1f} beside copies"),
+        ]
+
+
+def measure_rates(n_threads: int) -> Rates:
+    """With so many threads for experts, 0 for as many as the engine takes; copies are of 64 MiB."""
+    memory = np.ones(1 << 30, np.uint8)
+    source = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device="cuda")
+
+    def copy() -> float:
         torch.cuda.synchronize()
         started = time.perf_counter()
-        for at in range(0, len(host), 1 << 26):
-            device[at : at + (1 << 26)].copy_(host[at : at + (1 << 26)], non_blocking=True)
+        for at in range(0, len(source), 1 << 26):
+            target[at : at + (1 << 26)].copy_(source[at : at + (1 << 26)], non_blocking=True)
         torch.cuda.synchronize()
-        best = max(best, len(host) / (time.perf_counter() - started) / 1e9)
-    del host, device
-    torch.cuda.empty_cache()  # what is kept would be missing in the engine's plan
-    return best
+        return len(source) / (time.perf_counter() - started) / 1e9
 
+    def read() -> float:
+        started = time.perf_counter()
+        pool.read(memory)
+        return len(memory) / (time.perf_counter() - started) / 1e9
 
-def dram_rate(n_threads: int) -> float:
-    """GB/s at which the native threads read host memory."""
-    host = np.ones(1 << 30, np.uint8)
-    with native.Pool(n_threads or native.physical_cores()) as pool:
-        best = 0.0
-        for _ in range(4):
-            started = time.perf_counter()
-            pool.read(host)
-            best = max(best, len(host) / (time.perf_counter() - started) / 1e9)
-    return best
+    with native.Pool(n_threads or expert_threads(native.physical_cores())) as pool:
+        alone = max(copy() for _ in range(4)), max(read() for _ in range(4))
+        is_over = threading.Event()
+        copies: list[float] = []
+
+        def keep_copying() -> None:
+            while not is_over.is_set():
+                copies.append(copy())
+
+        copier = threading.Thread(target=keep_copying)
+        copier.start()
+        reads = [read() for _ in range(20)]
+        is_over.set()
+        copier.join()
+    return Rates(*alone, statistics.median(copies), statistics.median(reads[2:]))
 
 
 def step_of_hits(engine: Engine, tokens: list[int]) -> float:
@@ -176,9 +216,9 @@ def own_text(engine: Engine, n: int, seed: int, vocab: int) -> list[int]:
     return tokens[:n]
 
 
-def decode(engine: Engine, name: str, args: argparse.Namespace, rate_gbs: float) -> list[Row]:
+def decode(engine: Engine, name: str, args: argparse.Namespace, rates: Rates, backend: str) -> list[Row]:
     """Tokens a second of one stream, with its hits and its roofline."""
-    speeds, hit_rates, shares = [], [], []
+    speeds, hit_rates, shares, filled = [], [], [], []
     hits_ms = 0.0
     for i in range(-1, args.repetitions):
         prompt = own_text(engine, args.prompt, i + 50, args.vocab)
@@ -194,15 +234,17 @@ def decode(engine: Engine, name: str, args: argparse.Namespace, rate_gbs: float)
         ms = 1e3 * answer.rest_s / n
         speeds.append(1e3 / ms)
         hit_rates.append(found[0] / max(found[0] + found[1], 1))
-        shares.append((hits_ms + found[4] / n / rate_gbs / 1e6) / ms)
+        filled.append(found[2] / max(found[1], 1))
+        shares.append((hits_ms + 1e3 * rates.seconds(backend, found[4] / n)) / ms)
     rows = [
         Row(name, "decode", statistics.median(speeds), "tok/s", f"{min(speeds):.1f} to {max(speeds):.1f}"),
         Row(name, "step of hits alone", hits_ms, "ms"),
     ]
     if counters(engine).any():
+        share = f"{100 * statistics.median(filled):.0f}% of misses filled"
         rows += [
-            Row(name, "hit rate", 100 * statistics.median(hit_rates), "%"),
-            Row(name, "share of the roofline", 100 * statistics.median(shares), "%", f"B_P {rate_gbs:.1f} GB/s"),
+            Row(name, "hit rate", 100 * statistics.median(hit_rates), "%", share),
+            Row(name, "share of the roofline", 100 * statistics.median(shares), "%"),
         ]
     return rows
 
@@ -296,7 +338,7 @@ def memory(engine: Engine, name: str) -> list[Row]:
 def start(args: argparse.Namespace, rate: float, name: str) -> list[Row]:
     """Seconds from `ft serve` to the first token, in processes of their own."""
     flags = ["-ngl", "all", "-c", str(args.ctx)]
-    flags += ["--moe-backend", "offload", "--moe-cache-rate", str(rate)] if rate else []
+    flags += ["--moe-backend", args.backends[0], "--moe-cache-rate", str(rate)] if rate else []
     flags += ["-t", str(args.threads)] if args.threads else []
     tool = Path(__file__).with_name("first_token.py")
     command = [sys.executable, str(tool), "-m", str(args.model), "-r", str(min(args.repetitions, 3)), "--", *flags]
@@ -309,17 +351,15 @@ def start(args: argparse.Namespace, rate: float, name: str) -> list[Row]:
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    rate_gbs = copy_rate()
-    rows = [
-        Row("", "copies to the GPU, pinned (B_P)", rate_gbs, "GB/s"),
-        Row("", "host memory read", dram_rate(args.threads), "GB/s"),
-    ]
+    rates = measure_rates(args.cpu_threads)
+    torch.cuda.empty_cache()  # what is kept would be missing in the engine's plan
+    rows = rates.rows()
     show(rows)
-    parts: dict[str, Callable[[Engine, str], list[Row]]] = {
-        "hash": lambda e, name: logits_hash(e, name, args),
-        "first": lambda e, name: first(e, name, args),
-        "prefill": lambda e, name: prefill(e, name, args),
-        "decode": lambda e, name: decode(e, name, args, rate_gbs),
+    parts: dict[str, Callable[[Engine, str, str], list[Row]]] = {
+        "hash": lambda e, name, _: logits_hash(e, name, args),
+        "first": lambda e, name, _: first(e, name, args),
+        "prefill": lambda e, name, _: prefill(e, name, args),
+        "decode": lambda e, name, backend: decode(e, name, args, rates, backend),
     }
 
     def add(more: list[Row]) -> None:
@@ -330,10 +370,14 @@ def run(args: argparse.Namespace) -> list[Row]:
     for rate in args.rates:
         name = name_of(rate)
         started = time.perf_counter()
-        with engine_at(args.model, rate, args.ctx, args.threads) as engine:
+        with engine_at(args, rate) as engine:
             add([Row(name, "loaded", time.perf_counter() - started, "s")])
-            for part in (p for p in parts if p in args.parts):
-                add(parts[part](engine, name))
+            for i, backend in enumerate(args.backends if rate else ["fused"]):
+                if i:
+                    runner_of(engine).gpu.use_split(backend)  # type: ignore[union-attr]
+                of_backend = f"{name} {backend}" if rate else name
+                for part in (p for p in parts if p in args.parts and (not i or p in ("hash", "decode"))):
+                    add(parts[part](engine, of_backend, backend))
             if has_hash and len(args.parts) > 1:
                 add(logits_hash(engine, name, args))
             add(memory(engine, name))
@@ -341,8 +385,10 @@ def run(args: argparse.Namespace) -> list[Row]:
         if "start" in args.parts:
             add(start(args, rate, name))
     for rate in args.hash_rates if has_hash else ():
-        with engine_at(args.model, rate, args.ctx, args.threads) as engine:
-            add(logits_hash(engine, name_of(rate), args))
+        with engine_at(args, rate) as engine:
+            for backend in args.backends:
+                runner_of(engine).gpu.use_split(backend)  # type: ignore[union-attr]
+                add(logits_hash(engine, f"{name_of(rate)} {backend}", args))
             del engine
     return rows
 
@@ -355,7 +401,7 @@ def show(rows: list[Row]) -> None:
     """Lines of a table as in docs/benchmarks.md."""
     for row in rows:
         value = row.note if row.what == HASH else f"{row.value:.2f} {row.unit}"
-        print(f"| {row.rate:>5} | {row.what:34} | {value:>20} | {'' if row.what == HASH else row.note} |", flush=True)
+        print(f"| {row.rate:>11} | {row.what:34} | {value:>20} | {'' if row.what == HASH else row.note} |", flush=True)
 
 
 def main() -> int:
@@ -365,6 +411,8 @@ def main() -> int:
     parser.add_argument(
         "--hash-rates", type=lambda text: [float(part) for part in text.split(",") if part], default=[0.37, 0.2, 0.1]
     )
+    parser.add_argument("--backends", type=lambda text: text.split(","), default=["offload"])
+    parser.add_argument("--cpu-threads", type=int, default=0, help="threads for experts beside the GPU")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
     parser.add_argument("-r", "--repetitions", type=int, default=7)
     parser.add_argument("-t", "--threads", type=int, default=0)
@@ -378,7 +426,7 @@ def main() -> int:
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(message)s")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print(f"| in slots | {'what':31} | {'value':>20} | note |\n| --- | --- | --- | --- |")
+    print(f"| {'in slots':>11} | {'what':34} | {'value':>20} | note |\n| --- | --- | --- | --- |")
     rows = run(args)
     if args.json:
         args.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))

@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 
 _ONE_GPU = "the model runs on one GPU for now"
 _ON, _OFF, _AUTO = ("on", "enabled", "true", "1"), ("off", "disabled", "false", "0"), ("auto", "-1")
-_LATER_BACKENDS = ("cpu", "hybrid")
 _DEVICE = re.compile(r"cuda(\d{1,3})", re.IGNORECASE)
 
 
@@ -33,8 +32,6 @@ def gpu_layers(text: str) -> int:
 
 def moe_backend(text: str) -> str:
     """A backend that we have."""
-    if text in _LATER_BACKENDS:
-        raise argparse.ArgumentTypeError(f"{text!r}, experts on the CPU beside the GPU, does not exist yet: offload")
     if text not in MOE_BACKENDS:
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(MOE_BACKENDS)}")
     return text
@@ -128,12 +125,15 @@ GPU = (
         env="LLAMA_ARG_N_GPU_LAYERS",
     ),
     Flag(
-        ("-cmoe", "--cpu-moe"), "cpu_moe", "no layer's experts take slots of the GPU's cache", env="LLAMA_ARG_CPU_MOE"
+        ("-cmoe", "--cpu-moe"),
+        "cpu_moe",
+        "no layer's experts take slots of the GPU's cache: the CPU computes them",
+        env="LLAMA_ARG_CPU_MOE",
     ),
     Flag(
         ("-ncmoe", "--n-cpu-moe"),
         "n_cpu_moe",
-        "the first N layers' experts take no slots of the GPU's cache",
+        "the same for the first N layers",
         whole(),
         env="LLAMA_ARG_N_CPU_MOE",
     ),
@@ -170,10 +170,18 @@ GPU = (
     Flag(
         ("--moe-backend",),
         "moe_backend",
-        "experts on the GPU: fused (all in slots), offload (misses are fetched), auto (fused where all fit)",
+        "experts that are in no slot of the GPU: offload (fetched), cpu (computed there), hybrid (both at once); fused "
+        "keeps all in slots, auto does where they fit",
         moe_backend,
         "NAME",
         "FREETOKEN_ARG_MOE_BACKEND",
+    ),
+    Flag(
+        ("--moe-cpu-threads",),
+        "moe_cpu_threads",
+        "threads for experts on the CPU beside a GPU (default: physical cores, less one or two)",
+        whole(1),
+        env="FREETOKEN_ARG_MOE_CPU_THREADS",
     ),
     Flag(
         ("--moe-cache-size",),

@@ -1,8 +1,9 @@
 """The CPU's side of a GPU step: a native thread that computes experts where the GPU asks for them (freetoken.h).
 
-A place belongs to one layer of one captured step: its operations, and two flags in memory that both see. The engine
-says which places a step will ask at before it launches it, and gives up waiting through `wait`: a thread that does not
-come back, or an operation that fails, becomes an EngineError, and the GPU's step still ends.
+A place belongs to one layer of steps of one size: its operations, and two flags in memory that both see. The engine
+says which places a step will ask at before it launches it. A thread that does not answer within `limit_s`, or an
+operation that fails, becomes an EngineError of `wait`, and the GPU's step still ends: a second thread looks after the
+first, so that nobody who waits for the GPU, in whatever way, waits for ever.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ __all__ = ["PLACE_BYTES", "Executor"]
 PLACE_BYTES = 128
 ASKED, DONE = 0, 64
 """Where in a place the flags are, uint64 each."""
-RELEASE_S = 0.001
 POLL_S = 50e-6
 _RELEASED = 1
 
@@ -33,7 +33,8 @@ class Executor:
     with whoever else runs programs on it: calls take turns.
     """
 
-    def __init__(self, pool: native.Pool, flags: np.ndarray) -> None:
+    def __init__(self, pool: native.Pool, flags: np.ndarray, limit_s: float = 0.0) -> None:
+        """The GPU is let go when it has asked and waits for longer than `limit_s`; 0: it waits for ever."""
         n_places, rest = divmod(flags.nbytes, PLACE_BYTES)
         if rest or not flags.flags.c_contiguous or flags.ctypes.data % 64:
             raise EngineError(f"flags of {flags.nbytes} bytes, expected {PLACE_BYTES} aligned ones a place")
@@ -42,6 +43,7 @@ class Executor:
         self._handle: int | None = native.library().ft_meeting_create(pool.handle, n_places, flags.ctypes.data)
         if self._handle is None:
             raise EngineError("no thread could be started for the experts on the CPU")
+        native.library().ft_meeting_limit(self._handle, limit_s)
 
     @property
     def handle(self) -> int:
@@ -77,39 +79,43 @@ class Executor:
             return "the experts on the CPU took too long and were left out"
         return f"operation {-1 - code} of the experts on the CPU failed at place {place.value}"
 
-    def wait(self, is_over: Callable[[], bool], seconds: float) -> None:
+    def wait(self, is_over: Callable[[], bool], seconds: float | None = None) -> None:
         """Until the GPU's step is over. Raises EngineError where experts failed, or where it takes longer than so many
-        seconds: then the GPU is let go on, and the caller must drop the step's results."""
-        deadline = time.monotonic() + seconds
+        seconds, if any are given: then the GPU is let go on, and the caller must drop the step's results."""
+        started = time.monotonic()
         while not is_over():
-            if time.monotonic() > deadline:
-                self._let_go(is_over, seconds)
-                break
+            waited = time.monotonic() - started
+            if seconds is not None and waited > seconds:
+                self.release()
+                if waited > 2 * seconds:
+                    break
             time.sleep(POLL_S)
         problem = self.failure()
         if problem:
             raise EngineError(problem)
 
+    def release(self) -> None:
+        """Let the GPU go on without the CPU until `reset`."""
+        native.library().ft_meeting_release(self.handle)
+
     def reset(self) -> None:
-        """Serve on after a failure. Raises EngineError while the thread has not come back."""
+        """Serve on after a failure, when the GPU's steps have ended. Raises EngineError while the thread has not come
+        back."""
         if native.library().ft_meeting_reset(self.handle) != 0:
             raise EngineError("the experts on the CPU have not come back from a step that was given up")
 
+    def spent(self) -> tuple[int, int, float]:
+        """So far: places met, those of them at which operations ran, and seconds that these took."""
+        values = [ctypes.c_uint64() for _ in range(3)]
+        native.library().ft_meeting_spent(self.handle, *(ctypes.byref(value) for value in values))
+        return values[0].value, values[1].value, values[2].value * 1e-9
+
     def slow_down(self, factor: float) -> None:
-        """Make operations take so many times as long: another machine's CPU."""
+        """Make operations take so many times as long, those that run already too: another machine's CPU."""
         native.library().ft_meeting_slow_down(self.handle, factor)
 
     def close(self) -> None:
-        """End the thread; harmless when repeated. No step may be under way."""
+        """End the threads; harmless when repeated. No step may be under way."""
         handle, self._handle = self._handle, None
         if handle is not None:
             native.library().ft_meeting_destroy(handle)
-
-    def _let_go(self, is_over: Callable[[], bool], seconds: float) -> None:
-        """Let the GPU's step end without the CPU."""
-        deadline = time.monotonic() + seconds
-        while True:
-            native.library().ft_meeting_release(self.handle)
-            if is_over() or time.monotonic() > deadline:
-                return
-            time.sleep(RELEASE_S)

@@ -12,7 +12,7 @@ import torch
 from freetoken.experts.bank import LayerBanks
 from freetoken.experts.slots import Pool, SlotState
 from freetoken.kernels import layout
-from freetoken.kernels.fills import FillBank, fill, fill_bank
+from freetoken.kernels.fills import SLOW_UNIT, FillBank, Slow, fill, fill_bank
 from freetoken.kernels.slots import StepOutputs
 
 __all__ = ["SlotMemory", "slot_sizes"]
@@ -31,7 +31,19 @@ class SlotMemory:
     """`pools[layer]` uint8 [n_slots, slot_bytes] of the layer's pool, `offsets[layer]` where gate, up and down start in
     a slot. The mapping must stay open; its pages need to be registered before the first fill."""
 
-    def __init__(self, layers: Sequence[LayerBanks | None], state: SlotState, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerBanks | None],
+        state: SlotState,
+        device: torch.device | str,
+        slow_fills: float = 0.0,
+    ) -> None:
+        """`slow_fills`, for tests: fills move so many times their bytes (`slow_down`); 0 leaves that out for good."""
+        self._slow: torch.Tensor | None = None
+        self._n_experts = [0 if layer is None else layer.banks[0].n_expert for layer in layers]
+        if slow_fills:
+            self._slow = torch.zeros(1, dtype=torch.int32, device=device)
+            self.slow_down(slow_fills)
         memory = {
             pool: torch.empty((pool.n, pool.slot_bytes), dtype=torch.uint8, device=device) for pool in state.pools
         }
@@ -60,4 +72,11 @@ class SlotMemory:
 
     def fill(self, layer: int, step: StepOutputs) -> None:
         """One launch that copies the fills of a layer's step into their slots."""
-        fill(self._banks[layer], self.pools[layer], step.fill_expert, step.fill_slot, step.counts)
+        slow = None if self._slow is None else Slow(self._slow, self._n_experts[layer])
+        fill(self._banks[layer], self.pools[layer], step.fill_expert, step.fill_slot, step.counts, slow=slow)
+
+    def slow_down(self, factor: float) -> None:
+        """Let fills move so many times their bytes, at least 1, from the next step on."""
+        if self._slow is None:
+            raise ValueError("slots were made without the possibility of slow fills")
+        self._slow.fill_(round(max(factor, 1.0) * SLOW_UNIT))

@@ -8,7 +8,7 @@ launches run one by one. The arithmetic is docs/numerics.md's: logits have the b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,10 +19,12 @@ from freetoken.batch import Batch
 from freetoken.blocks import Model, Weight
 from freetoken.gpu.ahead import timed
 from freetoken.gpu.arena import Arena
+from freetoken.gpu.experts import GpuExperts, ProgramExperts
 from freetoken.gpu.failures import translated
 from freetoken.gpu.inputs import N_MIRRORS, Draws, Inputs
 from freetoken.gpu.kv import DeviceKV
-from freetoken.gpu.lower import ExpertLaunches, Launch, Lowering, Room
+from freetoken.gpu.lower import Launch, Lowering, Room
+from freetoken.gpu.meet import Meetings, StreamCall
 from freetoken.gpu.trace import Trace
 from freetoken.gpu.weights import DeviceWeights, weight_class
 from freetoken.kernels.activations import MAX_TOKENS, empty_activation, quantize
@@ -47,41 +49,58 @@ class Shape:
     n_outputs: int
     n_positions: int
     is_sampled: bool
+    meets: frozenset[int]
+    """Layers in which the CPU takes part."""
 
 
 class Program:
     """Launches with what they point at. `replay` runs them all: one by one the first time, as a graph from the second
-    on where `is_cuda`."""
+    on where `is_cuda`. With `meetings` they ask the CPU at `places`."""
 
-    def __init__(self, lowered: Lowering, *, is_cuda: bool) -> None:
+    def __init__(
+        self, lowered: Lowering, *, is_cuda: bool, meetings: Meetings | None = None, places: Sequence[int] = ()
+    ) -> None:
         self.lowered = lowered
         self._is_cuda = is_cuda
+        self._meetings, self._places = meetings, places
         self._has_run = False
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def replay(self) -> None:
-        if self._graph is None and (not self._is_cuda or not self._has_run):
-            for launch in self.lowered.launches:
-                launch()
-            self._has_run = True
-            return
-        if self._graph is None:
+        """Raises EngineError where the CPU's part fails, now or before."""
+        if self._graph is None and self._is_cuda and self._has_run:
             self._graph = capture(self.lowered.launches)
-        self._graph.replay()
+        if self._meetings is None:
+            self._launch()
+        else:
+            self._meetings.run(self._places, self._launch)
+
+    def _launch(self) -> None:
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        for launch in self.lowered.launches:
+            launch()
+        self._has_run = True
 
 
 class Step:
     """A step that has been launched and samples its tokens itself."""
 
-    def __init__(self, results: torch.Tensor, done: torch.cuda.Event | None) -> None:
+    def __init__(self, results: torch.Tensor, done: torch.cuda.Event | None, meetings: Meetings | None) -> None:
         self._results = results
         self._done = done
+        self._meetings = meetings
 
     def wait(self) -> tuple[list[int], list[int]]:
-        """Tokens, and for each 0, or 1 where the host must sample it. To be asked once, in the order of the steps."""
+        """Tokens, and for each 0, or 1 where the host must sample it. To be asked once, in the order of the steps.
+        Raises EngineError where the CPU's part failed."""
         if self._done is not None:
             with translated(self._results.device):
-                self._done.synchronize()
+                if self._meetings is None:
+                    self._done.synchronize()
+                else:
+                    self._meetings.wait(self._done.query)
         tokens, status = self._results.tolist()
         return tokens, status
 
@@ -95,7 +114,7 @@ class GpuDecoder:
         weights: DeviceWeights,
         kv: DeviceKV,
         inputs: Inputs,
-        experts: ExpertLaunches | None,
+        experts: GpuExperts | None,
         n_positions: int,
         n_planes: int,
         n_embd: int,
@@ -140,15 +159,12 @@ class GpuDecoder:
         self._turn = (self._turn + 1) % N_MIRRORS
         results = self._results[self._turn][:, : batch.n]
         results.copy_(self._sampled[:, : batch.n], non_blocking=True)
-        done = None
-        if self._is_cuda:
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
-        return Step(results, done)
+        return Step(results, self._mark(), self._meetings)
 
     def program(self, n: int, n_outputs: int, n_positions: int, *, is_sampled: bool = False) -> Program:
         """The program of a step whose longest context is n_positions."""
-        shape = Shape(n, n_outputs, self._context_size(n_positions), is_sampled)
+        meets = frozenset[int]() if self._experts is None else self._experts.meeting_layers()
+        shape = Shape(n, n_outputs, self._context_size(n_positions), is_sampled, meets)
         if shape not in self._programs:
             self._programs[shape] = self._make(shape)
         return self._programs[shape]
@@ -160,8 +176,9 @@ class GpuDecoder:
             program = self.program(n, n if is_sampled else 1, 1, is_sampled=is_sampled)
         n_compiled = 0
         if on_kernel is not None and self._is_cuda:
+            kernels = [launch for launch in program.lowered.launches if not isinstance(launch, StreamCall)]
             with timed("loading its kernels"):
-                n_compiled = compile_ahead(program.lowered.launches, self._weights.device, on_kernel)
+                n_compiled = compile_ahead(kernels, self._weights.device, on_kernel)
         self._inputs.fill_trial(n)
         with timed("running it"):
             self._replay(program)
@@ -194,12 +211,13 @@ class GpuDecoder:
     def _make(self, shape: Shape) -> Program:
         trace = Trace(shape.n, shape.n_outputs)
         self._write_down(trace)
+        experts = None if self._experts is None else ProgramExperts(self._experts, shape.meets)
         lowered = Lowering(
             trace,
             self._weights,
             self._kv,
             self._inputs,
-            self._experts,
+            experts,
             self._arena,
             self._room(trace, shape),
             shape.n_positions,
@@ -208,7 +226,23 @@ class GpuDecoder:
         self._weights.settle()  # only the first program uploads
         if shape.is_sampled:
             lowered.launches.append(partial(self._sample, lowered.logits))
-        return Program(lowered, is_cuda=self._is_cuda)
+        if experts is None or not experts.places:
+            return Program(lowered, is_cuda=self._is_cuda)
+        assert self._meetings is not None
+        lowered.launches[:0] = self._meetings.clear(experts.places)
+        return Program(lowered, is_cuda=self._is_cuda, meetings=self._meetings, places=experts.places)
+
+    @property
+    def _meetings(self) -> Meetings | None:
+        return None if self._experts is None else self._experts.meetings
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """What is over when all that has been launched is."""
+        if not self._is_cuda:
+            return None
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        return done
 
     def _write_down(self, trace: Trace) -> None:
         if not self._first_layer:
@@ -244,7 +278,12 @@ class GpuDecoder:
             self._host = torch.empty(MAX_TOKENS * logits.shape[1], dtype=torch.float32, pin_memory=True)
         host = self._host[: logits.numel()].view(logits.shape)
         host.copy_(logits, non_blocking=True)
-        torch.cuda.current_stream(logits.device).synchronize()
+        done = self._mark()
+        assert done is not None
+        if self._meetings is None:
+            done.synchronize()
+        else:
+            self._meetings.wait(done.query)
         return host.numpy().copy()
 
 

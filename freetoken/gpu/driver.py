@@ -1,4 +1,5 @@
-"""CUDA's driver library by ctypes: which cards there are, and host memory that they may read. No torch.
+"""CUDA's driver library by ctypes: which cards there are, host memory that they may read, and operations of a stream on
+such memory. No torch.
 
 Everything works before torch is imported and beside it: calls run in the device's primary context, which torch takes
 too, and leave the calling thread's context as it was. The driver's calls return their errors, so a refusal leaves none
@@ -12,7 +13,7 @@ import functools
 import os
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +25,16 @@ __all__ = [
     "DriverError",
     "find_devices",
     "free_bytes",
+    "has_memory_operations",
+    "launch_host_function",
     "memcpy_async_address",
     "pci_bus_id",
     "private_mappings",
     "register",
     "unregister",
+    "wait_for_value",
     "why_no_device",
+    "write_value",
 ]
 
 _LIBRARIES = ("nvcuda.dll",) if os.name == "nt" else ("libcuda.so.1", "libcuda.so", "nvcuda.dll")
@@ -37,6 +42,7 @@ _N_SM, _CAN_MAP_HOST, _MAJOR, _MINOR = 16, 19, 75, 76
 _HOST_POINTERS, _REGISTER_READ_ONLY = 91, 113
 """Of CUdevice_attribute; the last three lines of `Device` say what they mean."""
 _PORTABLE, _DEVICE_MAP, _READ_ONLY = 0x01, 0x02, 0x08
+_AT_LEAST, _NON_BLOCKING, _THREAD_LOCAL = 0, 1, 1
 _INVALID_VALUE, _OUT_OF_MEMORY, _ALREADY_REGISTERED, _NOT_PERMITTED, _NOT_SUPPORTED = 1, 2, 712, 800, 801
 _REFUSALS = (_INVALID_VALUE, _OUT_OF_MEMORY, _ALREADY_REGISTERED, _NOT_PERMITTED, _NOT_SUPPORTED)
 _NO_DEVICE = 100
@@ -179,6 +185,78 @@ def memcpy_async_address() -> int:
     address = ctypes.cast(_library().cuMemcpyHtoDAsync_v2, ctypes.c_void_p).value
     assert address is not None
     return address
+
+
+def write_value(stream: int, address: int, value: int) -> None:
+    """When the stream comes to it, all before is visible everywhere and a uint64 in host memory becomes `value`."""
+    _check("cuStreamWriteValue64_v2", _pointer(stream), ctypes.c_uint64(address), ctypes.c_uint64(value), 0)
+
+
+def wait_for_value(stream: int, address: int, value: int) -> None:
+    """What follows in the stream waits until a uint64 in host memory is at least `value`."""
+    _check("cuStreamWaitValue64_v2", _pointer(stream), ctypes.c_uint64(address), ctypes.c_uint64(value), _AT_LEAST)
+
+
+def launch_host_function(stream: int, function: int, argument: int) -> None:
+    """When the stream comes to it, the driver calls void (*function)(void *) and goes on when it returns."""
+    _check("cuLaunchHostFunc", _pointer(stream), _pointer(function), _pointer(argument))
+
+
+@functools.cache
+def has_memory_operations(device: int) -> bool:
+    """Whether `write_value` and `wait_for_value` work inside a captured graph: one is captured and run. It waits for a
+    value that is there already, so it ends whatever the answer."""
+    memory = ctypes.c_void_p()
+    with _context(device):
+        _check("cuMemHostAlloc", ctypes.byref(memory), ctypes.c_size_t(128), _PORTABLE | _DEVICE_MAP)
+        assert memory.value is not None
+        words = (ctypes.c_uint64 * 16).from_address(memory.value)
+        words[0], words[8] = 0, 2
+        try:
+            with _captured(lambda stream: _write_and_wait(stream, memory.value or 0)) as run:
+                run()
+            return words[0] == 1
+        except (DriverError, AttributeError):  # a driver that is too old, or a system that does not allow it
+            return False
+        finally:
+            _check("cuMemFreeHost", memory)
+
+
+def _write_and_wait(stream: int, address: int) -> None:
+    write_value(stream, address, 1)
+    wait_for_value(stream, address + 64, 1)
+
+
+@contextmanager
+def _captured(work: Callable[[int], None]) -> Iterator[Callable[[], None]]:
+    """What runs, to its end, the graph of what `work` puts into a stream. Raises DriverError."""
+    stream, graph, made = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    _check("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
+    try:
+        _check("cuStreamBeginCapture_v2", stream, _THREAD_LOCAL)
+        try:
+            work(stream.value or 0)
+        finally:
+            code = _library().cuStreamEndCapture(stream, ctypes.byref(graph))
+        if code:
+            raise _error("cuStreamEndCapture", code)
+        _check("cuGraphInstantiateWithFlags", ctypes.byref(made), graph, ctypes.c_uint64(0))
+
+        def run() -> None:
+            _check("cuGraphLaunch", made, stream)
+            _check("cuStreamSynchronize", stream)
+
+        yield run
+    finally:
+        if made:
+            _library().cuGraphExecDestroy(made)
+        if graph:
+            _library().cuGraphDestroy(graph)
+        _library().cuStreamDestroy_v2(stream)
+
+
+def _pointer(address: int) -> ctypes.c_void_p:
+    return ctypes.c_void_p(address)
 
 
 def _check_shared(address: int, n_bytes: int, private: Sequence[tuple[int, int]]) -> None:

@@ -48,8 +48,8 @@ class ExpertLaunches(Protocol):
     ) -> list[Launch]:
         """What writes rows fp32 [pairs, n_embd] for ids int32 [n, k]; x holds the input rows by class."""
 
-    def settle(self) -> None:
-        """Let what is launched from now on come after what the experts have begun at load."""
+    def takes_rows(self, bank: blocks.Experts) -> bool:
+        """Whether x must hold the rows as fp32 too, as class 0."""
 
 
 @dataclass
@@ -116,6 +116,9 @@ class Lowering:
 
     def _run(self, nodes: list[t.Node]) -> None:
         last = nodes[-1]
+        for node in nodes:
+            if isinstance(node, t.Experts) and self._experts is not None and self._experts.takes_rows(node.bank):
+                node.x.needs.add(0)
         last_use = _last_uses(nodes)
         for i, node in enumerate(nodes):
             if _is_anchor(node) or node is last:
@@ -352,6 +355,8 @@ class Lowering:
         ids, weights = routes.rows, routes.weights
         assert ids is not None and weights is not None and self._experts is not None
         x = {weight_class(each.type): self._source(node.x, each.type) for each in (node.bank.gate, node.bank.up)}
+        if self._experts.takes_rows(node.bank):
+            x[0] = self._rows(node.x)
         rows = self._take(node, node.n, ids.shape[1], node.width)
         for launch in self._experts.launches(
             node.bank, x, ids, rows.view(-1, node.width), node.activation, self._arena

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from freetoken.batch import Batch
 from freetoken.blocks import Model
 from freetoken.errors import EngineError
 from freetoken.experts.bank import LayerBanks, expert_banks
+from freetoken.experts.choose import hybrid_table
 from freetoken.experts.pin import Pinned
 from freetoken.gguf import ModelFile
 from freetoken.gpu.ahead import pin_experts, timed
@@ -24,6 +26,7 @@ from freetoken.gpu.experts import GpuExperts, Staging
 from freetoken.gpu.failures import translated
 from freetoken.gpu.inputs import Draws, Inputs
 from freetoken.gpu.kv import DeviceKV
+from freetoken.gpu.meet import Meetings
 from freetoken.gpu.place import Placement, place
 from freetoken.gpu.prefill import Prefill
 from freetoken.gpu.scratch import Scratch
@@ -58,8 +61,10 @@ class GpuModel:
         model: Model,
         placement: Placement,
         pool: native.Pool,
+        expert_pool: Callable[[], native.Pool] | None = None,
     ) -> None:
-        """`pool` copies experts that stay on the device, and decodes weights of types without a kernel."""
+        """`pool` copies experts that stay on the device, and decodes weights of types without a kernel; `expert_pool`
+        gives one for experts on the CPU, by default the same."""
         started = time.monotonic()
         plan = self.plan = placement.plan
         device = self.device = torch.device(placement.device)
@@ -81,7 +86,7 @@ class GpuModel:
         self._warm_up = WarmUp(self)
         self.experts: GpuExperts | None = None
         if plan.classes:
-            self.experts = self._expert_slots(file, spec, options, placement, pool)
+            self.experts = self._expert_slots(file, spec, options, placement, pool, expert_pool or (lambda: pool))
         elif placement.start is not None:
             placement.start.drop()
         n_positions = n_ctx_pages * PAGE
@@ -117,6 +122,12 @@ class GpuModel:
                 logits = self._long_pass().run(batch, should_stop, between_layers, hidden=hidden)
             found: np.ndarray = logits.cpu().numpy()
             return found
+
+    def use_split(self, backend: str, table: np.ndarray | None = None) -> None:
+        """How misses are shared between fills and the CPU from the next step on (`GpuExperts.use_split`)."""
+        if self.experts is None or self.experts.is_fused:
+            raise EngineError(f"experts' backend {backend!r}: no layer's experts take turns in slots")
+        self.experts.use_split(backend, table)
 
     def expert_counters(self) -> np.ndarray | None:
         """int64 [n_layer, 5] by `experts.slots.COUNTERS`, None without experts."""
@@ -185,6 +196,7 @@ class GpuModel:
         """Unlock the experts' pages. The model must not be used afterwards."""
         with suppress(RuntimeError, EngineError):  # of a device that is lost
             if self.experts is not None:
+                self.experts.close()
                 self.experts.settle()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
@@ -193,7 +205,13 @@ class GpuModel:
             self._pinned = None
 
     def _expert_slots(
-        self, file: ModelFile, spec: ModelSpec, options: EngineOptions, placement: Placement, pool: native.Pool
+        self,
+        file: ModelFile,
+        spec: ModelSpec,
+        options: EngineOptions,
+        placement: Placement,
+        pool: native.Pool,
+        expert_pool: Callable[[], native.Pool],
     ) -> GpuExperts:
         first = self.first_layer
         layers: Sequence[LayerBanks | None] = [None] * first + list(expert_banks(spec, file)[first:])
@@ -215,7 +233,15 @@ class GpuModel:
             n_planes=options.n_planes,
             staging=_staging(plan),
             edges=() if self._pinned is None else self._pinned.edges,
+            passing=sorted({*plan.passing, *options.moe_cpu_layers.of(spec.n_layer)}),
+            meet=lambda: Meetings(expert_pool(), layers, spec.n_expert_used, self.device, options.n_planes),
+            slow_fills=options.slow_fills,
+            hybrid=partial(hybrid_table, max_fetch=options.moe_hybrid_max_fetch, min_fill=options.moe_hybrid_min_fill),
         )
+        if plan.is_offloading and not experts.is_fused:
+            experts.use_split(plan.backend)
+            if options.slow_cpu > 1.0 and experts.meetings is not None:
+                experts.meetings.executor.slow_down(options.slow_cpu)
         experts.load_residents(pool)
         return experts
 
@@ -223,7 +249,7 @@ class GpuModel:
 def _max_stepped(plan: GpuPlan) -> int:
     """Tokens of a prompt up to which it runs as decode steps of 8. Wherever experts lie it is the same, though steps
     are quicker for 16 tokens whose experts are all there (11 ms; a pass takes 50): where they lie changes no answer."""
-    if plan.backend == "offload" and not plan.n_buffers:
+    if plan.is_offloading and not plan.n_buffers:
         return 1 << 30  # without a buffer no layer can be streamed
     return CPU_STEPPED if plan.first_layer else MAX_TOKENS
 

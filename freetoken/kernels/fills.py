@@ -20,7 +20,7 @@ from freetoken.kernels import layout
 from freetoken.kernels.launch import options as launch_options
 from freetoken.kernels.launch import wait
 
-__all__ = ["FillBank", "fill", "fill_bank"]
+__all__ = ["SLOW_UNIT", "FillBank", "Slow", "fill", "fill_bank"]
 
 CHUNK_BYTES = 8192
 N_PROGRAMS = 64
@@ -28,6 +28,8 @@ N_PROGRAMS = 64
 the products that run beside."""
 MAX_BANKS = 3
 _WORD = 16
+SLOW_UNIT = 64
+"""Of `Slow.factor`."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,15 @@ class FillBank:
     unit: int
     align: int
     moves: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A slower link, for tests: `factor` int32 [1] times in all, in 1/SLOW_UNIT, each chunk is moved before it counts,
+    from the experts that follow (of `n_expert`), since the device may remember what it has just read."""
+
+    factor: torch.Tensor
+    n_expert: int
 
 
 def fill_bank(
@@ -78,6 +89,7 @@ def fill(
     counts: torch.Tensor,
     *,
     n_programs: int = N_PROGRAMS,
+    slow: Slow | None = None,
 ) -> None:
     """Copy expert fill_expert[i] of every bank into slot fill_slot[i], for i below counts[3].
 
@@ -102,7 +114,8 @@ def fill(
         numbers += [bank.address, bank.expert_bytes, bank.slot_offset, moves, block_units]
         options |= {f"UNIT{i}": bank.unit, f"ALIGN{i}": bank.align, f"IS_PLAIN{i}": bank.moves is None}
     _fill[(n_programs,)](
-        slots, slots.shape[1], fill_expert, fill_slot, counts, *numbers, **options,
+        slots, slots.shape[1], fill_expert, fill_slot, counts,
+        None if slow is None else slow.factor, 1 if slow is None else slow.n_expert, *numbers, **options,
         CHUNK=CHUNK_BYTES, num_warps=4, num_stages=1, **launch_options(slots),
     )  # fmt: skip
 
@@ -110,9 +123,9 @@ def fill(
 _NUMBERS = [f"{name}{i}" for i in range(MAX_BANKS) for name in ("address", "bytes", "offset", "block_units")]
 
 
-@triton.jit(do_not_specialize=["slot_bytes", *_NUMBERS])  # one binary for all layers of the same types
+@triton.jit(do_not_specialize=["slot_bytes", "n_expert", *_NUMBERS])  # one binary for all layers of the same types
 def _fill(
-    slots_ptr, slot_bytes, expert_ptr, slot_ptr, counts_ptr,
+    slots_ptr, slot_bytes, expert_ptr, slot_ptr, counts_ptr, slow_ptr, n_expert,
     address0, bytes0, offset0, moves0_ptr, block_units0,
     address1, bytes1, offset1, moves1_ptr, block_units1,
     address2, bytes2, offset2, moves2_ptr, block_units2,
@@ -127,10 +140,15 @@ def _fill(
     chunks = chunks1 + tl.cdiv(bytes2, CHUNK)
     n_work = tl.load(counts_ptr + 3) * chunks
     work = tl.program_id(0)
+    again = 0
+    if slow_ptr is not None:
+        again = _times(slow_ptr, work) - 1
     while work < n_work:
         i = work // chunks
         c = work - i * chunks
         expert = tl.load(expert_ptr + i).to(tl.int64)
+        if slow_ptr is not None:
+            expert = (expert + again) % n_expert
         out_ptr = slots_ptr + tl.load(slot_ptr + i).to(tl.int64) * slot_bytes
         if c < chunks0:
             source = address0 + expert * bytes0
@@ -143,7 +161,19 @@ def _fill(
             source = address2 + expert * bytes2
             c -= chunks1
             _move(source, out_ptr + offset2, bytes2, c, moves2_ptr, block_units2, UNIT2, ALIGN2, IS_PLAIN2, CHUNK)
-        work += tl.num_programs(0)
+        if slow_ptr is None:
+            work += tl.num_programs(0)
+        else:  # a lane writes the same bytes each time, the right ones last
+            if again == 0:
+                work += tl.num_programs(0)
+                again = _times(slow_ptr, work)
+            again -= 1
+
+
+@triton.jit
+def _times(slow_ptr, work):
+    """How often a chunk is moved: fractions by its number, which the multiplication spreads."""
+    return (tl.load(slow_ptr) + (work * 37) % 64) // 64
 
 
 @triton.jit

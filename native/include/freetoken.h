@@ -112,7 +112,7 @@ enum {
   FT_OP_ROUTER = 10,
   /* routed experts. p0 const float *x [n, d], p1 const int32 *ids [n, k] (an id < 0 is skipped and adds nothing),
    * p2 const float *weights [n, k], p3 gate bank, p4 up bank, p5 down bank, p6 float *rows [n, k, d] one row a routed
-   * expert, p7 float *y [n, d] merged sum, p8 void *scratch (ft_experts_scratch_bytes), p9 act of x (the class of gate and up;
+   * expert, p7 float *y [n, d] merged sum, or NULL (then p2 may be, too): rows alone, p8 void *scratch (ft_experts_scratch_bytes), p9 act of x (the class of gate and up;
    * NULL when 0), p10 second act of x when up has another class than gate (else NULL);
    * i0 E, i1 k, i2 d, i3 ff, i4 type gate, i5 type up, i6 type down, i7 row_bytes gate, i8 row_bytes up,
    * i9 row_bytes down, i10 activation, i11 planes. An expert is rows*row_bytes bytes, experts one after another. */
@@ -166,12 +166,13 @@ FT_API int ft_copy_bytes(ft_pool *pool, void *to, const void *from, int64_t n_by
  * `flags`, zero at first: the uint64 at byte 0 says that the GPU asks, the one at byte 64 that the CPU is done. In
  * stream order the GPU sets `done` of a step's places to 0 at the step's beginning; where it asks, it has written what
  * the place's operations read, sets `asked` to 1, and waits for `done` to be 1. The thread sets `asked` to 0, runs the
- * operations on the pool, and sets `done`. Between steps it sleeps; within one it spins. */
+ * operations on the pool, and sets `done`. Where all ids of a place's EXPERTS are skipped it runs none of them. Between
+ * steps thread and pool sleep; within one they spin, unless the GPU takes milliseconds to ask. */
 typedef struct ft_meeting ft_meeting;
 /* `flags`: 128 * n_places bytes, 64-aligned; they and the pool outlive the meeting. NULL on failure. */
 FT_API ft_meeting *ft_meeting_create(ft_pool *pool, int n_places, void *flags);
 FT_API void ft_meeting_destroy(ft_meeting *meeting);
-/* Copy the operations of a place, which no step is expected at. 0, or -1. */
+/* Copy the operations of a place, which no step is expected at. 0, or -1. Others may be under way. */
 FT_API int ft_meeting_set(ft_meeting *meeting, int place, const ft_op *ops, int n_ops);
 /* A step is about to be launched that asks at these places, in this order. 0; -1: no such place, or it has failed. */
 FT_API int ft_meeting_expect(ft_meeting *meeting, const int32_t *places, int n);
@@ -179,13 +180,21 @@ FT_API int ft_meeting_expect(ft_meeting *meeting, const int32_t *places, int n);
 FT_API int ft_meeting_pending(const ft_meeting *meeting);
 /* 0 while all is well; else what ft_run answered where it failed, or 1 after ft_meeting_release. `place` says where. */
 FT_API int ft_meeting_failure(const ft_meeting *meeting, int32_t *place);
-/* Let the GPU go on whatever the thread does: `done` becomes 1 everywhere, and from now on without any operation. To be
- * called again and again until the GPU's step has ended; from any thread. */
+/* Let the GPU go on whatever the thread does: `done` becomes 1 everywhere, again and again until the reset, and no
+ * operation runs any more. From any thread. */
 FT_API void ft_meeting_release(ft_meeting *meeting);
-/* Forget the failure, once no step is pending. 0, or -1. */
+/* Release without being told, where the GPU has asked and waits for more than so many seconds; 0 (as at first): never. */
+FT_API void ft_meeting_limit(ft_meeting *meeting, double seconds);
+/* Forget the failure, once no step is pending and the GPU's have ended. 0, or -1. */
 FT_API int ft_meeting_reset(ft_meeting *meeting);
-/* Make operations take `factor` times as long, at least 1: another machine's CPU. */
+/* So far: places met, those of them at which operations ran, and nanoseconds that these took. */
+FT_API void ft_meeting_spent(const ft_meeting *meeting, uint64_t *n_met, uint64_t *n_run, uint64_t *run_ns);
+/* Make operations take `factor` times as long, at least 1: another machine's CPU. Also those that run already. */
 FT_API void ft_meeting_slow_down(ft_meeting *meeting, double factor);
+/* For a GPU without operations on memory in its streams, whose host functions (void (*)(void *)) these are: to ask at the
+ * place at `place`, and to wait there. */
+FT_API void ft_place_ask(void *place);
+FT_API void ft_place_wait(void *place);
 
 /* --- measuring ---------------------------------------------------------------------------------------------- */
 /* Read n_bytes by all threads and nothing else; *sum = sum of the 64-bit words (a last part of one counts as padded with

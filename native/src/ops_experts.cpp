@@ -33,7 +33,8 @@ bool type_is_valid(int64_t type, int64_t cols, const void *act) {
 const void *act_of_up(const ft_op &op) { return op.p[10] != nullptr ? op.p[10] : op.p[9]; }
 
 bool is_valid(const ft_op &op) {
-  if (!has_pointers(op, {0, 1, 2, 3, 4, 5, 6, 7, 8}) || !is_aligned(op.p[8])) return false;
+  if (!has_pointers(op, {0, 1, 3, 4, 5, 6, 8}) || !is_aligned(op.p[8])) return false;
+  if (op.p[7] != nullptr && op.p[2] == nullptr) return false;
   if (!are_sizes({op.i[0], op.i[1], op.i[2], op.i[3], op.i[7], op.i[8], op.i[9]})) return false;
   if (op.i[2] > kMaxRows || op.i[3] > kMaxRows) return false;
   if (op.i[1] > kMaxUsed || op.i[1] > op.i[0] || (op.i[10] != 0 && op.i[10] != 1)) return false;
@@ -205,6 +206,7 @@ void Experts::run(const Piece &piece) const {
   }
   await(piece);
   down_rows(piece);
+  if (op.p[7] == nullptr) return;
   for (int64_t b = piece.begin / block_rows; b * block_rows < piece.end; ++b) {
     const int64_t first = b * block_rows, last = std::min(first + block_rows, d);
     const int64_t n_done = std::min(last, piece.end) - std::max(first, piece.begin);
@@ -251,7 +253,7 @@ class Pieces {
 void run(const ft_op &op, Worker &worker) {
   const Experts e(op, worker);
   if (e.n_groups == 0) {
-    if (worker.index() == 0) e.merge(0, e.d);
+    if (worker.index() == 0 && op.p[7] != nullptr) e.merge(0, e.d);
     return;
   }
   Pieces pieces(e);

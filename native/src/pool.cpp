@@ -103,29 +103,41 @@ void Pool::run(Job job, const void *context, size_t scratch_floats) {
     job_ = job;
     context_ = context;
     epoch_.fetch_add(1, std::memory_order_seq_cst);
-    if (sleepers_.load(std::memory_order_seq_cst) > 0) {
-      { std::lock_guard<std::mutex> lock(sleep_); }
-      wake_.notify_all();
-    }
+    wake_sleepers();
   }
   job(worker, context);
   worker.barrier();
 }
 
+void Pool::wake_sleepers() {
+  if (sleepers_.load(std::memory_order_seq_cst) == 0) return;
+  { std::lock_guard<std::mutex> lock(sleep_); }
+  wake_.notify_all();
+}
+
+void Pool::stay_awake() {
+  n_holding_.fetch_add(1, std::memory_order_seq_cst);
+  wake_sleepers();
+}
+
 void Pool::wait_for_job(uint32_t seen) {
   using Clock = std::chrono::steady_clock;
-  const auto end = Clock::now() + std::chrono::microseconds(spin_us_);
-  int turns = 0;
-  do {
-    for (int burst = 0; burst < 64; ++burst) {
-      if (epoch_.load(std::memory_order_acquire) != seen) return;
-      relax(turns);
-    }
-  } while (Clock::now() < end);
-  std::unique_lock<std::mutex> lock(sleep_);
-  sleepers_.fetch_add(1, std::memory_order_seq_cst);
-  wake_.wait(lock, [&] { return epoch_.load(std::memory_order_seq_cst) != seen; });
-  sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+  const auto has_job = [&] { return epoch_.load(std::memory_order_seq_cst) != seen; };
+  const auto is_held = [&] { return n_holding_.load(std::memory_order_seq_cst) > 0; };
+  for (;;) {
+    const auto end = Clock::now() + std::chrono::microseconds(spin_us_);
+    int turns = 0;
+    do {
+      for (int burst = 0; burst < 64; ++burst) {
+        if (epoch_.load(std::memory_order_acquire) != seen) return;
+        relax(turns);
+      }
+    } while (is_held() || Clock::now() < end);
+    std::unique_lock<std::mutex> lock(sleep_);
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    wake_.wait(lock, [&] { return has_job() || is_held(); });
+    sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+  }
 }
 
 void Pool::work(int index) {

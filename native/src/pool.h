@@ -62,11 +62,16 @@ class Pool {
   // Calls from several threads take turns.
   void run(Job job, const void *context, size_t scratch_floats);
 
+  // Until as many calls of let_sleep(), threads without a job go on spinning: one is about to come.
+  void stay_awake();
+  void let_sleep() { n_holding_.fetch_sub(1, std::memory_order_relaxed); }
+
  private:
   friend class Worker;
 
   void work(int index);
   void wait_for_job(uint32_t seen);
+  void wake_sleepers();
   void reserve_scratch(size_t n_floats);
   void stop();
 
@@ -86,6 +91,7 @@ class Pool {
 
   alignas(64) std::atomic<uint32_t> epoch_{0};
   std::atomic<int> sleepers_{0};
+  std::atomic<int> n_holding_{0};
   struct alignas(64) Counter {
     std::atomic<int64_t> next{0};
   };
