@@ -46,7 +46,7 @@ def test_candidates_of_the_wishes() -> None:
     capped = ways(machine, max_fetch=0)
     assert [c.name for c in capped] == ["hybrid", "offload", "cpu"] and not capped[0].table.any()
     fixed = {c.name: c for c in ways(machine, cpu_layers={1})}
-    assert fixed["offload"].backend == "hybrid" and not fixed["offload"].table[1].any()
+    assert fixed["offload"].backend == "offload" and not fixed["offload"].table[1].any()
     assert fixed["offload"].table[0].tolist() == list(range(N_MAX + 1))
     cost = {c.name: c.per_miss_s for c in ways(machine)}
     assert 0 < cost["hybrid"] <= cost["cpu"] * (1 + 1e-9) and cost["hybrid"] < cost["offload"]

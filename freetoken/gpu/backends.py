@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +20,8 @@ import numpy as np
 from freetoken.cores import physical_cores
 from freetoken.experts.bank import LayerBanks
 from freetoken.experts.profile import Entry, ExpertFormat, store
+from freetoken.experts.split import bounded_table
+from freetoken.experts.tables import split_tables, unmeasured_table
 from freetoken.gpu.calibrate import (
     Candidate,
     Choice,
@@ -33,7 +35,7 @@ from freetoken.gpu.calibrate import (
 from freetoken.gpu.watch import OtherLoad, Watcher
 from freetoken.options import EngineOptions
 
-__all__ = ["Backends", "CountedStep", "OwnText", "Wishes"]
+__all__ = ["Backends", "CountedStep", "OwnText", "WatchedStep", "Wishes", "what_for"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +69,27 @@ class Wishes:
     calibrates: bool
 
     @classmethod
-    def of(cls, options: EngineOptions, n_layer: int) -> Wishes:
-        """Raises OptionError for layers that the model does not have."""
+    def of(cls, options: EngineOptions, n_layer: int, passing: Collection[int] = ()) -> Wishes:
+        """`passing` are layers whose experts take no slots. Raises OptionError for layers that are not there."""
         named = options.moe_backend
         backends = ("hybrid", "offload", "cpu") if named in ("auto", "fused") else (named,)
-        cpu_layers = options.moe_cpu_layers.of(n_layer)
+        cpu_layers = options.moe_cpu_layers.of(n_layer) | frozenset(passing)
         return cls(
             backends, options.moe_hybrid_max_fetch, options.moe_hybrid_min_fill, cpu_layers, options.moe_calibrate
+        )
+
+    def hybrid_table(self, entry: Entry | None, layers: Sequence[LayerBanks | None], n_max: int) -> np.ndarray:
+        """What `hybrid` takes without a trial: int32 [n_layer, n_max + 1], or [n_max + 1] without a profile."""
+        if entry is None:
+            limit = None if self.max_fetch < 0 else self.max_fetch
+            return bounded_table(unmeasured_table(n_max).tolist(), limit, self.min_fill)
+        return split_tables(
+            entry,
+            formats_of(layers),
+            n_max,
+            max_fetch=self.max_fetch,
+            min_fill=self.min_fill,
+            cpu_layers=self.cpu_layers,
         )
 
 
@@ -90,13 +106,13 @@ class Backends:
         *,
         what_for: str = "",
         where: Path | None = None,
+        is_stored: bool = True,
     ) -> None:
         """`use` switches to a candidate from the next step on. `what_for` names the model and its slots among the
-        choices in the profile `entry`, whose folder is `where`."""
-        formats = [None if layer is None else ExpertFormat.of(layer) for layer in layers]
+        choices in the profile `entry`, which are stored in the folder `where` if they are."""
         found = candidates(
             entry,
-            formats,
+            formats_of(layers),
             n_max,
             backends=wishes.backends,
             max_fetch=wishes.max_fetch,
@@ -105,7 +121,7 @@ class Backends:
         )
         self.tried = sorted(found, key=_expected) if all(c.per_miss_s > 0 for c in found) else found
         self._use, self._what_for, self._where, self._entry = use, what_for, where, entry
-        self._calibrates = wishes.calibrates
+        self._calibrates, self._is_stored = wishes.calibrates, is_stored
         self._known = None if entry is None else remembered(entry, what_for, self.tried)
         self._effect = None if entry is None else effect_remembered(entry, what_for)
         self.load = OtherLoad()
@@ -165,7 +181,22 @@ class Backends:
             self._effect = self._watcher.effect
         if self._entry is not None:
             self._entry = with_choice(self._entry, self._what_for, choice, load=load, effect=self._effect)
-            store(self._entry, self._where)
+            if self._is_stored:
+                store(self._entry, self._where)
+
+
+def formats_of(layers: Sequence[LayerBanks | None]) -> list[ExpertFormat | None]:
+    """The format of each layer's experts."""
+    return [None if layer is None else ExpertFormat.of(layer) for layer in layers]
+
+
+def what_for(layers: Sequence[LayerBanks | None], n_slots: int, wishes: Wishes) -> str:
+    """The name of a choice in the profile: what it depends on besides the profile's own conditions."""
+    known = [ExpertFormat.of(layer) for layer in layers if layer is not None]
+    n_experts = sum(layer.banks[0].n_expert for layer in layers if layer is not None)
+    kinds = ", ".join(f"{known.count(kind)} of {kind}" for kind in sorted(set(known), key=str))
+    limits = f"{wishes.max_fetch}, {wishes.min_fill}, {sorted(wishes.cpu_layers)}"
+    return f"{kinds}; {n_slots} of {n_experts} in slots; {'/'.join(wishes.backends)}; {limits}"
 
 
 def _expected(candidate: Candidate) -> float:

@@ -120,10 +120,8 @@ def candidates(
     min_fill: int = 0,
     cpu_layers: Collection[int] = (),
 ) -> list[Candidate]:
-    """All ways that the wishes leave, each table once; the first is the profile's own.
-
-    Fixed `cpu_layers` need the CPU in every step, so that `offload` then is a hybrid that fills all other misses.
-    """
+    """All ways that the wishes leave, each table once; the first is the profile's own. Misses of `cpu_layers` go to the
+    CPU under all of them."""
     found: list[Candidate] = []
 
     def add(name: str, backend: str, table: np.ndarray) -> None:
@@ -135,7 +133,7 @@ def candidates(
         table = split_tables(entry, layers, n_max, cpu_factor=factor, **limits)  # type: ignore[arg-type]
         add("hybrid" if factor == 1.0 else f"hybrid for a CPU of {1 / factor:.1f}", "hybrid", table)
     if "offload" in backends:
-        add("offload", "hybrid" if cpu_layers else "offload", fill_tables(len(layers), n_max, cpu_layers))
+        add("offload", "offload", fill_tables(len(layers), n_max, cpu_layers))
     if "cpu" in backends:
         add("cpu", "cpu", np.zeros((len(layers), n_max + 1), np.int32))
     return found
