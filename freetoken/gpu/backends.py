@@ -30,6 +30,7 @@ from freetoken.gpu.calibrate import (
     choose,
     effect_remembered,
     remembered,
+    seconds_remembered,
     with_choice,
 )
 from freetoken.gpu.watch import OtherLoad, Watcher
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 BUDGET_S = 2.0
 """Of the choice after loading."""
+FILL_S = 0.4
+"""Of that, for steps that fill the slots."""
 USUAL_HITS = 0.65
 """By which candidates are ordered before any was timed."""
 MAX_AHEAD = 2
@@ -137,14 +140,20 @@ class Backends:
 
     def choose(self, text: OwnText) -> None:
         """Time the candidates by the model's own text and take the fastest."""
-        before = self.load.sample(time.monotonic())
+        began = time.monotonic()
+        self.load.sample(began)
 
         def run(candidate: Candidate, n: int) -> Iterator[Sample]:
             self._switch(candidate)
             return text.run(n)
 
-        choice = choose(self.tried, run, budget_s=BUDGET_S, effect=1.0 if self._effect is None else self._effect)
-        self._remember(choice, self.load.sample(time.monotonic()) if before is not None else None)
+        # free slots are filled first: what fills them would look slow
+        most = max(self.tried, key=lambda c: c.fill_share)
+        while time.monotonic() - began < FILL_S:
+            deque(run(most, 4), maxlen=0)
+        left = BUDGET_S - (time.monotonic() - began)
+        choice = choose(self.tried, run, budget_s=left, effect=1.0 if self._effect is None else self._effect)
+        self._remember(choice, self.load.sample(time.monotonic()))
         self._switch(choice.best)
 
     def watched(self, step: CountedStep, n_rows: int, follows: bool) -> WatchedStep:
@@ -164,6 +173,7 @@ class Backends:
                 load=self.load.sample,
                 clock=time.monotonic,
                 effect=self._effect,
+                known=None if self._entry is None else seconds_remembered(self._entry, self._what_for),
                 on_choice=self._remember,
             )
         hits, misses = (-1, -1) if counts is None or last[1] is None else np.subtract(counts, last[1]).tolist()

@@ -32,6 +32,7 @@ __all__ = [
     "choose",
     "contender",
     "remembered",
+    "seconds_remembered",
     "with_choice",
 ]
 
@@ -362,3 +363,10 @@ def effect_remembered(entry: Entry, what_for: str) -> float | None:
     """The effect of fills that a long trial once found; a file may hold anything."""
     found = entry.choices.get(what_for, {}).get("effect_of_fills")
     return float(found) if isinstance(found, int | float) and 0.0 <= found <= MAX_EFFECT else None
+
+
+def seconds_remembered(entry: Entry, what_for: str) -> dict[str, float]:
+    """Seconds a step of the candidates when that choice was made."""
+    found = entry.choices.get(what_for, {}).get("milliseconds")
+    known = found.items() if isinstance(found, dict) else ()
+    return {name: ms / 1e3 for name, ms in known if isinstance(ms, int | float) and ms > 0}
