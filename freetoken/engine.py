@@ -9,6 +9,7 @@ in long chunks also between layers (`turns`).
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import logging
 import queue
@@ -27,11 +28,13 @@ from freetoken.errors import (
     EngineError,
     FreeTokenError,
     NotReadyError,
+    OptionError,
     RequestError,
 )
 from freetoken.gguf import ModelFile, open_model
 from freetoken.kvcache import KVCacheFull
 from freetoken.options import EngineOptions, ModelOptions
+from freetoken.rebuild import CacheChange, CacheStatus, Rebuild, Rebuilds
 from freetoken.request import (
     DoneEvent,
     EngineState,
@@ -76,7 +79,9 @@ class Engine:
         self._state = EngineState.LOADING
         self._failure: Exception | None = None
         self._load_progress = 0.0
-        self._inbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Request | Rebuild | None] = queue.SimpleQueue()
+        self._rebuilds = Rebuilds()
+        self._ordered: collections.deque[Rebuild] = collections.deque()
         self._waiting: collections.deque[Request] = collections.deque()
         self._slots: list[Slot] = []
         self._swept = 0.0
@@ -153,6 +158,26 @@ class Engine:
         """int64 [n_layer, 5] by `experts.slots.COUNTERS`, None where no experts take slots. Stops no step."""
         return self._runner.expert_counters() if self._state is EngineState.READY else None
 
+    def cache_status(self) -> CacheStatus:
+        """Slots, their statistics and pages, as of now. Raises NotReadyError while loading."""
+        if self._state is not EngineState.READY:
+            raise NotReadyError("Loading model")
+        status = self._runner.cache_status()
+        return dataclasses.replace(status, is_rebuilding=self._rebuilds.is_under_way, last_rebuild=self._rebuilds.last)
+
+    def rebuild(self, change: CacheChange) -> CacheStatus:
+        """Change the caches' size between two steps; returns when that is done. Raises RequestError for a change that
+        cannot be, with 409 while there is another, and EngineError for one that failed, after which all is as before.
+        """
+        if self._state is not EngineState.READY or self._closing.is_set():
+            raise NotReadyError("Loading model")
+        with self._rebuilds.begin(change) as ordered:
+            self._inbox.put(ordered)
+            if self._closing.is_set():  # perhaps too late for the engine to see it
+                raise NotReadyError("the engine has stopped")
+            status = ordered.done.result()
+        return dataclasses.replace(status, is_rebuilding=False)
+
     # --- the engine thread ---------------------------------------------------------------------------------------
 
     def _main(self) -> None:
@@ -221,6 +246,8 @@ class Engine:
         if is_idle and self._inbox.empty() and self._runner.warm_more(lambda: not self._inbox.empty()):
             return  # one at a time: a request waits for no more than that
         self._receive(block=is_idle)
+        while self._ordered:
+            self._carry_out(self._ordered.popleft())
         self._drop_cancelled()
         self._admit()
         self._seat()
@@ -244,8 +271,49 @@ class Engine:
             except queue.Empty:
                 return
             block = False
-            if request is not None:
+            if isinstance(request, Rebuild):
+                self._ordered.append(request)
+            elif request is not None:
                 self._waiting.append(request)
+
+    def _carry_out(self, ordered: Rebuild) -> None:
+        """A rebuild, while no step is under way and no prompt in the middle of a chunk. Raises DeviceLostError."""
+        started, change = time.monotonic(), ordered.change
+        failure: Exception | None = None
+        try:
+            self._leave_pages(*self._runner.new_capacity(change))
+            self._runner.rebuild(change)
+            self._n_ctx = self._runner.n_ctx
+        except OptionError as error:
+            failure = RequestError(str(error))
+        except Exception as error:
+            failure = error
+            if not isinstance(error, FreeTokenError):
+                logger.exception("rebuilding the cache failed")
+                failure = EngineError(f"rebuilding the cache failed: {type(error).__name__}: {error}")
+        self._rebuilds.note(change, started, failure)
+        if failure is None:
+            logger.info("cache rebuilt in %.2f s: %s", time.monotonic() - started, change)
+            ordered.done.set_result(self.cache_status())
+            return
+        ordered.done.set_exception(failure)
+        if isinstance(failure, DeviceLostError):
+            raise failure
+
+    def _leave_pages(self, n_pages: int, n_ctx: int) -> None:
+        """Let idle slots give pages up until no more than so many are held. Raises RequestError where what runs or
+        waits needs more, or a longer context."""
+        lengths = [max(s.n_prompt + s.n_decoded, len(s.sequence) + 1) for s in self._slots if s.request is not None]
+        longest = max([*lengths, *(len(r.prompt) + 1 for r in self._waiting)], default=0)
+        busy = sum(len(s.sequence.pages) for s in self._slots if s.request is not None)
+        if longest > n_ctx or busy > n_pages:
+            raise RequestError(
+                f"requests that run or wait hold {busy} pages and up to {longest} tokens each, more than {n_pages} "
+                f"pages and {n_ctx} tokens"
+            )
+        for slot in sorted((s for s in self._slots if s.request is None), key=lambda s: s.last_used):
+            if sum(len(s.sequence.pages) for s in self._slots) > n_pages:
+                slot.sequence.truncate(0)
 
     def _drop_cancelled(self) -> None:
         if time.monotonic() - self._swept > SWEEP_S:
@@ -480,6 +548,8 @@ class Engine:
     def _drain(self) -> None:
         """At the end of the thread: end every request, so that no reader waits for ever."""
         self._receive(block=False)
+        for ordered in self._ordered:
+            ordered.done.set_exception(self._failure or NotReadyError("the engine has stopped"))
         running = [s.request for s in self._slots if s.request is not None]
         for request in [*self._waiting, *running]:
             if self._failure is not None:

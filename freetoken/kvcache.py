@@ -15,7 +15,7 @@ import numpy as np
 
 from freetoken.errors import EngineError, OptionError
 
-__all__ = ["CACHE_TYPES", "PAGE", "KVCache", "KVCacheFull", "KVShape", "Sequence", "n_pages_for"]
+__all__ = ["CACHE_TYPES", "PAGE", "KVCache", "KVCacheFull", "KVShape", "Sequence", "capacity_for", "n_pages_for"]
 
 PAGE = 256
 """Positions of one page (FT_KV_PAGE)."""
@@ -42,6 +42,13 @@ class KVShape:
 def n_pages_for(n_tokens: int) -> int:
     """Pages that hold n_tokens positions."""
     return -(-n_tokens // PAGE)
+
+
+def capacity_for(n_ctx: int, n_sequences: int, *, is_shared: bool) -> int:
+    """Pages for sequences of at most n_ctx tokens: each can be full, or they share so many tokens, with a last page of
+    each that is not full."""
+    n_pages = n_pages_for(n_ctx)
+    return n_pages + n_sequences - 1 if is_shared else n_pages * n_sequences
 
 
 class KVCache:
@@ -82,6 +89,29 @@ class KVCache:
     def n_held(self) -> int:
         """Pages in the hands of sequences; n_free + n_held == capacity at all times."""
         return sum(len(s.pages) for s in self._sequences)
+
+    def compact(self, capacity: int) -> list[tuple[int, int]]:
+        """Give sequences pages with numbers below `capacity` alone: which pages move, [(from, to)], for whoever has
+        their memory. Raises KVCacheFull where they hold more."""
+        if self.n_held > capacity:
+            raise KVCacheFull(f"{self.n_held} KV pages are held, {capacity} do not take them")
+        free = sorted((page for page in self._free if page < capacity), reverse=True)
+        moves = []
+        for sequence in self._sequences:
+            for i, page in enumerate(sequence.pages):
+                if page >= capacity:
+                    to = free.pop()
+                    moves.append((page, to))
+                    sequence.pages[i] = sequence.page_table[i] = to
+        self._free = [page for page, _ in moves] + [p for p in self._free if p >= capacity] + free
+        return moves
+
+    def resize(self, capacity: int) -> None:
+        """Another number of pages, of a cache whose memory is elsewhere; after `compact`."""
+        assert not self.k, "pages on the host do not change their number"
+        self._free = [page for page in self._free if page < capacity]
+        self._free[:0] = range(capacity - 1, self.capacity - 1, -1)
+        self.capacity = capacity
 
     def new_sequence(self, n_ctx: int) -> Sequence:
         """An empty sequence of at most n_ctx tokens."""

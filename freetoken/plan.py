@@ -204,19 +204,22 @@ def plan_gpu(
     n_ctx: int,
     n_sequences: int = 1,
     names: Iterable[str] = (),
+    n_chunk: int = 0,
+    n_pages: int = 0,
 ) -> GpuPlan:
     """The plan for a card with so much free memory.
 
     `slot_bytes` is one expert's slot in each layer (0: it has none), `max_batch` the tokens of the largest decode step,
     `n_ctx` the longest sequence wished for; it shrinks only where `options.n_ctx` is 0. `names` are the model's
-    tensors, to say which of them -ot does not move. Raises OptionError saying how many MiB are missing and what to
+    tensors, to say which of them -ot does not move. `n_chunk` and `n_pages` are given where an engine that runs already
+    plans its slots anew. Raises OptionError saying how many MiB are missing and what to
     change.
     """
     if options.is_gpu_off:
         raise ValueError("a plan for a GPU that the options leave out")
     if options.moe_backend == "fused" and expert_layers_off(options, range(spec.n_layer)) and any(slot_bytes):
         raise OptionError("--moe-backend fused keeps every expert on the GPU, against --cpu-moe, --n-cpu-moe or -ot")
-    planner = _Planner(spec, options, slot_bytes, dense, free_bytes, max_batch, n_ctx, n_sequences)
+    planner = _Planner(spec, options, slot_bytes, dense, free_bytes, max_batch, n_ctx, n_sequences, n_chunk, n_pages)
     is_free = options.n_gpu_layers == -1 and options.fit
     last = spec.n_layer if is_free else 1
     first = first_gpu_layer(options.n_gpu_layers, spec.n_layer)
@@ -237,6 +240,8 @@ class _Planner:
     max_batch: int
     n_ctx: int
     n_sequences: int
+    given_chunk: int = 0
+    given_pages: int = 0
 
     # --- what is fixed -----------------------------------------------------------------------------------------------
 
@@ -249,7 +254,7 @@ class _Planner:
 
     @property
     def n_chunk(self) -> int:
-        return chunk_tokens(self.spec, self.options, self.free_bytes)
+        return self.given_chunk or chunk_tokens(self.spec, self.options, self.free_bytes)
 
     @property
     def scratch_bytes(self) -> int:
@@ -273,6 +278,8 @@ class _Planner:
 
     def n_pages(self, n_ctx: int) -> int:
         """As the runner shares pages between sequences."""
+        if self.given_pages:
+            return self.given_pages
         pages = n_pages_for(n_ctx)
         return pages * self.n_sequences if self.options.n_parallel > 0 else pages + self.n_sequences - 1
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from freetoken.rebuild import CacheChange, CacheStatus
+
 __all__ = [
     "DoneEvent",
     "EngineState",
@@ -206,3 +208,9 @@ class Generator(Protocol):
         """Queue a request. Raises NotReadyError while loading; ContextExceededError when the prompt does not fit."""
 
     def slots(self) -> list[SlotInfo]: ...
+
+    def cache_status(self) -> CacheStatus:
+        """Slots for experts, their statistics, pages of keys and values. Raises NotReadyError while loading."""
+
+    def rebuild(self, change: CacheChange) -> CacheStatus:
+        """Change the caches' size between two steps; returns when that is done. Raises RequestError, EngineError."""

@@ -17,14 +17,15 @@ import numpy as np
 from freetoken import arch, native, numa
 from freetoken.batch import Batch, Stopped
 from freetoken.cpu.decode import Decoder
-from freetoken.errors import OptionError
+from freetoken.errors import OptionError, RequestError
 from freetoken.gguf import ModelFile
 from freetoken.gpu import ahead
 from freetoken.gpu.driver import Device
 from freetoken.gpu.verdict import choose_device
-from freetoken.kvcache import KVCache, KVShape, Sequence, n_pages_for
+from freetoken.kvcache import PAGE, KVCache, KVShape, Sequence, capacity_for, n_pages_for
 from freetoken.options import EngineOptions
 from freetoken.plan import GpuPlan
+from freetoken.rebuild import CacheChange, CacheStatus, KvStatus, SlotStatus, Statistics
 from freetoken.sampler import Sampler
 from freetoken.spec import ModelSpec
 
@@ -80,6 +81,21 @@ class OnGpu(Protocol):
 
     def expert_counters(self) -> np.ndarray | None:
         """Of all layers, None without experts."""
+
+    def slot_status(self) -> SlotStatus | None:
+        """None where no experts take slots."""
+
+    def statistics(self) -> Statistics | None: ...
+
+    def backend(self) -> tuple[str, str]:
+        """How misses run now, and why."""
+
+    def resized(self, change: CacheChange, n_pages: int) -> GpuPlan:
+        """The plan for another size. Raises OptionError for what does not fit."""
+
+    def rebuild(self, plan: GpuPlan, moves: ListOf[tuple[int, int]]) -> None:
+        """Take the plan's slots and pages. Raises EngineError where it failed and all is as before but for the pages
+        moved."""
 
     def launch(self, batch: Batch, chains: ListOf[Any], uniforms: ListOf[float], *, follows: bool) -> Launched:
         """Start a decode step that samples."""
@@ -167,12 +183,12 @@ class Runner:
                 raise
             self.gpu, self.n_chunk = gpu, gpu.n_chunk
         else:
-            n_pages = n_pages_for(self.n_ctx)
-            n_spare = n_sequences - 1  # a last page of each sequence that is not full
-            capacity = n_pages * n_sequences if options.n_parallel > 0 else n_pages + n_spare
+            capacity = capacity_for(self.n_ctx, n_sequences, is_shared=options.n_parallel <= 0)
             self.cache = KVCache(shapes, capacity, options.cache_type_k)
-            self._decoder = Decoder(self._pool, self._model, self.cache, n_pages, options.n_planes)
+            self._decoder = Decoder(self._pool, self._model, self.cache, n_pages_for(self.n_ctx), options.n_planes)
         self._prefill: LongPass | None = None
+        self._options, self._n_sequences = options, n_sequences
+        self._max_ctx = self.n_ctx
 
     def _place(
         self,
@@ -193,7 +209,7 @@ class Runner:
 
     def new_sequence(self) -> Sequence:
         """An empty sequence that the caller keeps, truncates for reuse, and releases."""
-        return self.cache.new_sequence(self.n_ctx)
+        return self.cache.new_sequence(self._max_ctx)
 
     def warm_up(self, on_progress: Callable[[float], None] = lambda done: None) -> None:
         """Run one token, so that the first request finds the program recorded and the weights read. `on_progress` hears
@@ -273,6 +289,51 @@ class Runner:
     def expert_counters(self) -> np.ndarray | None:
         """int64 [n_layer, 5] by `experts.slots.COUNTERS`, None where no experts take slots."""
         return None if self.gpu is None else self.gpu.expert_counters()
+
+    def cache_status(self) -> CacheStatus:
+        """As of now, for any thread."""
+        cache, gpu = self.cache, self.gpu
+        n_held = cache.n_held
+        kv = KvStatus(cache.capacity, n_held, cache.capacity - n_held, PAGE, self.n_ctx)
+        if gpu is None:
+            return CacheStatus("cpu-only", "all layers run on the CPU: there are no slots", None, None, kv)
+        return CacheStatus(*gpu.backend(), gpu.slot_status(), gpu.statistics(), kv)
+
+    def new_capacity(self, change: CacheChange) -> tuple[int, int]:
+        """Pages, and tokens of the longest sequence, after a change. Raises RequestError for what this runner cannot
+        do."""
+        if self.gpu is None:
+            raise RequestError("there is no cache to rebuild: all layers run on the CPU")
+        n_pages, n_ctx = self.cache.capacity, self.n_ctx
+        if change.has_kv and self.gpu.first_layer:
+            raise RequestError("the context cannot change its size while the first layers run on the CPU")
+        is_shared = self._options.n_parallel <= 0
+        if change.n_ctx is not None:
+            n_ctx = change.n_ctx if is_shared else change.n_ctx // self._n_sequences
+            if not 0 < n_ctx <= self._max_ctx:
+                raise RequestError(
+                    f"n_ctx {change.n_ctx}: sequences of {n_ctx} tokens, from 1 to the {self._max_ctx} tokens that the "
+                    "server was started with are possible: start it with a larger -c"
+                )
+            n_pages = capacity_for(n_ctx, self._n_sequences, is_shared=is_shared)
+        elif change.kv_pages is not None:
+            n_pages = change.kv_pages
+            n_ctx = min(self._max_ctx, n_pages * PAGE)
+        return n_pages, n_ctx
+
+    def rebuild(self, change: CacheChange) -> None:
+        """Another number of slots or pages, between two steps. Sequences keep what they hold.
+
+        Raises RequestError and OptionError for what cannot be, KVCacheFull where sequences hold more pages: then
+        nothing has changed; EngineError where it failed and the old size is back.
+        """
+        n_pages, n_ctx = self.new_capacity(change)
+        assert self.gpu is not None
+        plan = self.gpu.resized(change, n_pages)
+        self.gpu.rebuild(plan, self.cache.compact(n_pages))
+        if n_pages != self.cache.capacity:
+            self.cache.resize(n_pages)
+        self.n_ctx = n_ctx
 
     def chains(self, samplers: ListOf[Sampler]) -> list[Any] | None:
         """How the GPU samples for these requests, None where the host must for one of them, or the device is none."""

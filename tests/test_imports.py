@@ -16,7 +16,7 @@ ROWS = [
     ["options", "cores", "numa", "beside"],
     ["quants", "gguf"],
     ["spec", "tokenizer", "chat", "stops"],
-    ["request", "batch", "turns"],
+    ["rebuild", "request", "batch", "turns"],
     ["reference", "reference_grids", "native"],
     ["kernels"],
     ["kvcache", "experts"],

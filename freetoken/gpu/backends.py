@@ -129,6 +129,7 @@ class Backends:
         self._effect = None if entry is None else effect_remembered(entry, what_for)
         self.load = OtherLoad()
         self.current = self._known or self.tried[0]
+        self.reason = _reason(self._known is not None, len(self.tried), entry is not None)
         self._watcher: Watcher | None = None
         self._last: tuple[float, tuple[int, int] | None] | None = None
         use(self.current)
@@ -155,6 +156,7 @@ class Backends:
         choice = choose(self.tried, run, budget_s=left, effect=1.0 if self._effect is None else self._effect)
         self._remember(choice, self.load.sample(time.monotonic()))
         self._switch(choice.best)
+        self.reason = f"the fastest of {len(self.tried)} ways timed after loading"
 
     def watched(self, step: CountedStep, n_rows: int, follows: bool) -> WatchedStep:
         """A step of requests that was launched under the current candidate; `follows` another one directly."""
@@ -180,6 +182,14 @@ class Backends:
         changed = self._watcher.on_step(step.ran, self._last[0] - last[0], misses, hits, step.n_rows)
         if changed is not None:
             self._switch(changed)
+            self.reason = "the fastest while serving"
+
+    def go_on(self, name: str) -> None:
+        """Take the candidate that ran in other slots, unless a choice for these is known; requests will check it."""
+        same = next((candidate for candidate in self.tried if candidate.name == name), None)
+        if self._known is None and same is not None:
+            self._switch(same)
+            self.reason = "what ran before the cache was rebuilt"
 
     def _switch(self, candidate: Candidate) -> None:
         if candidate is not self.current:
@@ -193,6 +203,14 @@ class Backends:
             self._entry = with_choice(self._entry, self._what_for, choice, load=load, effect=self._effect)
             if self._is_stored:
                 store(self._entry, self._where)
+
+
+def _reason(is_known: bool, n_tried: int, has_profile: bool) -> str:
+    if is_known:
+        return "the fastest at an earlier start"
+    if n_tried == 1:
+        return "--moe-backend"
+    return "expected to be the fastest by the profile" if has_profile else "not timed yet"
 
 
 def formats_of(layers: Sequence[LayerBanks | None]) -> list[ExpertFormat | None]:

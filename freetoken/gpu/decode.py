@@ -165,6 +165,12 @@ class GpuDecoder:
             for _ in range(N_MIRRORS)
         ]
 
+    def use_experts(self, experts: GpuExperts | None) -> None:
+        """Forget all programs, which point to the experts and pages of before; the next ones launch these experts, of
+        as many layers. No step may be under way."""
+        self._programs.clear()
+        self._experts = experts
+
     def run(self, batch: Batch, hidden: np.ndarray | None = None) -> np.ndarray:
         """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab], the caller's own. `hidden` fp32 [n,
         n_embd] are the states behind the layers that ran elsewhere."""

@@ -111,6 +111,10 @@ class Inputs:
         zeros = np.zeros(n, np.int32)
         self.fill(Batch(zeros, zeros, [self.spare_pages] * n, n))
 
+    def use_spare(self, page: int) -> None:
+        """From now on trial runs write to this page."""
+        self._spare_page = page
+
     @property
     def spare_pages(self) -> np.ndarray:
         """A page table of the spare page alone, int32 [max_pages]."""

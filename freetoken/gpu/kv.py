@@ -32,6 +32,8 @@ class DeviceKV:
         device: torch.device | str,
         first_layer: int = 0,
     ) -> None:
+        self._first_layer = first_layer
+
         def pages(layer: int, n_kv: int, width: int) -> torch.Tensor:
             n = capacity + 1 if layer >= first_layer else 0
             return torch.zeros((n, n_kv, PAGE, width), dtype=KV_TYPES[dtype], device=device)
@@ -39,4 +41,29 @@ class DeviceKV:
         self.k = [pages(i, s.n_kv, s.head_dim_k) for i, s in enumerate(layers)]
         self.v = [pages(i, s.n_kv, s.head_dim_v) for i, s in enumerate(layers)]
         self.spare = capacity
-        self.n_bytes = sum(t.nbytes for t in (*self.k, *self.v))
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(t.nbytes for t in (*self.k, *self.v))
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy pages to others, [(from, to)], none of which is both."""
+        if not moves:
+            return
+        sources, targets = (list(each) for each in zip(*moves, strict=True))
+        for memory in (*self.k[self._first_layer :], *self.v[self._first_layer :]):
+            memory[targets] = memory[sources]
+
+    def resize(self, capacity: int) -> None:
+        """Another number of pages; those with numbers below both stay. One layer after another, so that no more than a
+        layer's memory is there twice. After a failure only another `resize` may follow."""
+        for memories in (self.k, self.v):
+            for i in range(self._first_layer, len(memories)):
+                old = memories[i]
+                if len(old) == capacity + 1:
+                    continue
+                n = min(len(old), capacity + 1) - 1  # without the spare one
+                new = torch.zeros((capacity + 1, *old.shape[1:]), dtype=old.dtype, device=old.device)
+                new[:n].copy_(old[:n])
+                memories[i] = new
+        self.spare = capacity

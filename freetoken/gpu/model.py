@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,7 +17,7 @@ import torch
 from freetoken import native
 from freetoken.batch import Batch
 from freetoken.blocks import Model
-from freetoken.errors import EngineError
+from freetoken.errors import DeviceLostError, EngineError
 from freetoken.experts.bank import LayerBanks, expert_banks
 from freetoken.experts.pin import Pinned
 from freetoken.gguf import ModelFile
@@ -31,6 +34,7 @@ from freetoken.gpu.meet import Meetings
 from freetoken.gpu.place import Placement, place
 from freetoken.gpu.prefill import Prefill
 from freetoken.gpu.profiled import OwnProfile, own_profile
+from freetoken.gpu.resize import backend_in_use, resized, slot_status, statistics
 from freetoken.gpu.scratch import Scratch
 from freetoken.gpu.warm import WarmUp
 from freetoken.gpu.weights import DeviceWeights
@@ -42,6 +46,7 @@ from freetoken.kvcache import KVShape, n_pages_for
 from freetoken.options import EngineOptions
 from freetoken.plan import GpuPlan
 from freetoken.prompt_memory import scratch_bytes
+from freetoken.rebuild import CacheChange, SlotStatus, Statistics
 from freetoken.spec import ModelSpec
 
 __all__ = ["GREEDY", "GpuModel", "device_chain", "place"]
@@ -92,8 +97,14 @@ class GpuModel:
         self._wishes = Wishes.of(options, spec.n_layer, plan.passing)
         self._profile: OwnProfile | None = None
         self._backends: Backends | None = None
+        self._resized = partial(resized, file, spec, options)
+        self._make_experts = partial(
+            self._expert_slots, file, spec, options, placement, pool, expert_pool or (lambda: pool)
+        )
+        self._status = threading.Lock()
+        self._since, self._began_with = time.time(), "start"
         if plan.classes:
-            self.experts = self._expert_slots(file, spec, options, placement, pool, expert_pool or (lambda: pool))
+            self.experts = self._make_experts()
         elif placement.start is not None:
             placement.start.drop()
         n_positions = n_ctx_pages * PAGE
@@ -139,8 +150,116 @@ class GpuModel:
         self.experts.use_split(backend, table)
 
     def expert_counters(self) -> np.ndarray | None:
-        """int64 [n_layer, 5] by `experts.slots.COUNTERS`, None without experts."""
-        return None if self.experts is None else self.experts.counters()
+        """int64 [n_layer, 5] by `experts.slots.COUNTERS`, None without experts. For any thread, which must not hold
+        on to experts that a rebuild wants to free."""
+        with self._status:
+            counters = None if self.experts is None else self.experts.cache.tensors.counters
+        found: np.ndarray | None = None if counters is None else counters.cpu().numpy()
+        return found
+
+    # --- another size ------------------------------------------------------------------------------------------------
+
+    def slot_status(self) -> SlotStatus | None:
+        """None where no experts take slots. For any thread, as the next two."""
+        return slot_status(self.plan) if self.plan.classes else None
+
+    def statistics(self) -> Statistics | None:
+        counters = self.expert_counters()
+        return None if counters is None else statistics(counters, self._since, self._began_with)
+
+    def backend(self) -> tuple[str, str]:
+        """How misses run now, and why."""
+        return backend_in_use(self.plan, self._backends, self._wishes.backends)
+
+    def resized(self, change: CacheChange, n_pages: int) -> GpuPlan:
+        """The plan for so many pages and what a change asks of the slots. Raises OptionError for what does not fit."""
+        return self._resized(self.plan, change, self._free_bytes(), n_pages)
+
+    def rebuild(self, plan: GpuPlan, moves: Sequence[tuple[int, int]]) -> None:
+        """Take the slots and pages of another plan, between two steps; experts come into slots anew. `moves` brings
+        pages to numbers below the plan's (`KVCache.compact`) and stands in any case.
+
+        What is there is freed first: the card need not hold both. After a failure all is as it was but for the moves,
+        EngineError is raised and steps may go on; DeviceLostError where even that finds no memory.
+        """
+        old, running = self.plan, None if self._backends is None else self._backends.current.name
+        with translated(self.device):
+            self._kv.move(moves)
+        failure = self._try_plan(plan, running)
+        if failure is None:
+            return
+        logger.warning("rebuilding the cache failed, the old size comes back: %s", failure)
+        again = self._try_plan(old, running)
+        if again is not None:
+            raise DeviceLostError(f"rebuilding the cache failed: {failure}; the old size does not fit either: {again}")
+        raise EngineError(f"rebuilding the cache failed, it is as large as before: {failure}")
+
+    def _try_plan(self, plan: GpuPlan, running: str | None) -> str | None:
+        """What failed. An exception would hold on to memory that the next try needs."""
+        try:
+            with translated(self.device):
+                self._drop_experts()
+                self._use_plan(plan, running)
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            if not isinstance(error, EngineError | RuntimeError | MemoryError):
+                logger.exception("rebuilding the cache failed")
+            return f"{error}"
+        return None
+
+    def _drop_experts(self) -> None:
+        """Free the slots and all that points to them."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.decoder.use_experts(None)
+        if self._prefill is not None:
+            self._prefill.use_experts(None, None)
+        self._backends = None
+        with self._status:
+            experts, self.experts = self.experts, None
+        if experts is not None:
+            with suppress(EngineError):
+                experts.settle()
+            experts.close()
+        del experts
+        gc.collect()  # the watcher's cycles hold experts too
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _use_plan(self, plan: GpuPlan, running: str | None) -> None:
+        """Make the slots of a plan, where there are none."""
+        self._kv.resize(plan.n_pages)
+        self._inputs.use_spare(self._kv.spare)
+        self.plan, self.max_stepped = plan, _max_stepped(plan)
+        experts = self._make_experts() if plan.classes else None
+        if experts is not None:
+            try:
+                experts.settle()
+            except BaseException:
+                experts.close()
+                raise
+        if running is not None and self._backends is not None:
+            self._backends.go_on(running)
+        self.decoder.use_experts(experts)
+        self.decoder.tells_counts = self._backends is not None
+        if self._prefill is not None and experts is not None:
+            self._prefill.use_experts(experts, None if experts.is_fused else experts.survivors)
+        with self._status:
+            self.experts = experts
+            self._since, self._began_with = time.time(), "rebuild"
+        self._warm_up.again()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _free_bytes(self) -> int:
+        """Of the card, were there nothing of ours on it."""
+        if self.device.type != "cuda":
+            return self.plan.free_bytes
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return int(free) + int(torch.cuda.memory_reserved(self.device))
+
+    # --- steps -------------------------------------------------------------------------------------------------------
 
     def launch(
         self, batch: Batch, chains: Sequence[DeviceParams], uniforms: Sequence[float], *, follows: bool
@@ -251,11 +370,13 @@ class GpuModel:
         layers: Sequence[LayerBanks | None] = [None] * first + list(expert_banks(spec, file)[first:])
         if self.device.type == "cuda":
             with timed("waiting for locked pages"):
-                pinned = None if placement.start is None else placement.start.take(first)
+                pinned = self._pinned  # of before a rebuild
+                if pinned is None and placement.start is not None:
+                    pinned = placement.start.take(first)
             if self.plan.backend != "fused":
                 self._pinned = pinned or pin_experts(layers, self.device.index or 0)
                 layers = self._pinned.layers
-            elif pinned is not None:
+            elif pinned is not None and self._pinned is None:
                 pinned.close()  # they are copied once
         plan = self.plan
 
@@ -284,7 +405,8 @@ class GpuModel:
             hybrid=hybrid,
         )
         if plan.is_offloading and not experts.is_fused:
-            self._profile = own_profile(layers, self.device, expert_pool, options, experts.edges)
+            if self._profile is None:
+                self._profile = own_profile(layers, self.device, expert_pool, options, experts.edges)
             if self._profile is not None and options.moe_backend in ("auto", "hybrid"):
                 self._backends = self._make_backends(experts, self._profile, options)
             if self._backends is None:

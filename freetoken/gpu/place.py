@@ -56,9 +56,17 @@ def place(
 
 
 def make_plan(
-    file: ModelFile, spec: ModelSpec, options: EngineOptions, free_bytes: int, n_ctx: int, n_sequences: int
+    file: ModelFile,
+    spec: ModelSpec,
+    options: EngineOptions,
+    free_bytes: int,
+    n_ctx: int,
+    n_sequences: int,
+    *,
+    n_chunk: int = 0,
+    n_pages: int = 0,
 ) -> GpuPlan:
-    """The plan for a card with so much free memory."""
+    """The plan for a card with so much free memory (`plan_gpu`)."""
     sizes = slot_sizes(expert_banks(spec, file)) if spec.is_moe else [0] * spec.n_layer
     return plan_gpu(
         spec,
@@ -70,6 +78,8 @@ def make_plan(
         n_ctx=n_ctx,
         n_sequences=n_sequences,
         names=file.tensors,
+        n_chunk=n_chunk,
+        n_pages=n_pages,
     )
 
 

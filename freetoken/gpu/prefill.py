@@ -70,21 +70,28 @@ class Prefill:
         elsewhere."""
         self._model, self._weights, self.pages = model, weights, pages
         self.head_logits, self.device = head_logits, device
-        self._scratch, self._n_chunk, self._keep = scratch, n_chunk, keep
+        self._scratch, self._n_chunk = scratch, n_chunk
         self._first_layer = first_layer
         self.capability = 0
         if device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(device)
             self.capability = 10 * major + minor
-        copy_function = driver.memcpy_async_address() if device.type == "cuda" else 0
-        self.stream = None if pool is None else ExpertStream(pool, device, copy_function)
-        self.mixture = None if self.stream is None else Mixture(self.stream, scratch, self.capability, device)
+        self.use_experts(pool, keep)
         banks = [] if pool is None else [layer for layer in pool.layers if layer is not None]
         self.layer_of = {layer.banks[0].name: layer.layer for layer in banks}
         self._program: PromptProgram | None = None
         self._buffer: Tensor | None = None
         self._angles: dict[tuple[int, int], Tensor] = {}
         self._tables: dict[int, RopeTable] = {}
+
+    def use_experts(self, pool: ExpertPool | None, keep: Keep | None) -> None:
+        """From the next chunk on the experts are here; None lets go of those of before."""
+        copy_function = driver.memcpy_async_address() if self.device.type == "cuda" else 0
+        self._keep = keep
+        self.stream = None if pool is None else ExpertStream(pool, self.device, copy_function)
+        self.mixture = (
+            None if self.stream is None else Mixture(self.stream, self._scratch, self.capability, self.device)
+        )
 
     def run(
         self,

@@ -51,6 +51,7 @@ class WarmUp:
     def __init__(self, model: TrialRuns) -> None:
         self._model = model
         self._later: collections.deque[tuple[str, int, bool]] = collections.deque()
+        self._shapes: list[tuple[str, int, bool]] = []
 
     def load(self, on_progress: OnProgress) -> None:
         """Run the step of one sequence; where its kernels had to be compiled, what first prompts take too.
@@ -68,7 +69,13 @@ class WarmUp:
             progress.share(FIRST_SHARE, 1 - FIRST_SHARE)
             self.more(lambda: False, progress)
         self._later.extend(shapes)
+        self._shapes = shapes
         on_progress(1.0)
+
+    def again(self) -> None:
+        """All programs are gone: what `load` ran is to be run anew, while idle."""
+        self._later.clear()
+        self._later.extend([*self._shapes[:1], *self._shapes])
 
     @property
     def is_over(self) -> bool:

@@ -8,7 +8,7 @@ import logging
 from flask import Flask, Response, request
 
 from freetoken.errors import NotReadyError, RequestError
-from freetoken.server import info_routes, routes
+from freetoken.server import cache_routes, info_routes, routes
 from freetoken.server.errors import error_response
 from freetoken.server.state import ServerState
 
@@ -31,6 +31,7 @@ def build_app(state: ServerState) -> Flask:
     app.after_request(_finish)
     app.register_error_handler(Exception, error_response)
     info_routes.register(app, state)
+    cache_routes.register(app, state)
     routes.register(app, state)
     return app
 
