@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from freetoken.errors import ContextExceededError, NotReadyError, RequestError
+from freetoken.rebuild import CacheChange, CacheStatus, KvStatus, Rebuilds
 from freetoken.request import (
     DoneEvent,
     EngineState,
@@ -52,6 +53,7 @@ class FakeEngine:
     def __post_init__(self) -> None:
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._busy: dict[int, Request] = {}
+        self.rebuilds = Rebuilds()
         for slot in range(self.n_slots):
             threading.Thread(target=self._serve, args=(slot,), daemon=True).start()
 
@@ -70,6 +72,12 @@ class FakeEngine:
             SlotInfo(i, self.n_ctx, i in busy, request_id=busy[i].id if i in busy else None)
             for i in range(self.n_slots)
         ]
+
+    def cache_status(self) -> CacheStatus:
+        return CacheStatus("none", "there is no model", None, None, KvStatus(1, 0, 1, 256, self.n_ctx))
+
+    def rebuild(self, change: CacheChange) -> CacheStatus:
+        raise RequestError(f"nothing to rebuild: {change}")
 
     def start(self) -> None:
         """For `ft serve`: there is nothing to load."""
