@@ -17,13 +17,14 @@ from fake_engine import FakeEngine
 from serving import Served, says, serving, write_vocab
 from test_engine import collect, wait_until
 from test_gpu_engine import N_VOCAB, wide_programs  # noqa: F401
-from test_rebuild import N_CTX, TINY, small_steps  # noqa: F401
+from test_rebuild import N_CTX, TINY, as_placement, small_steps  # noqa: F401
 
 from freetoken import engine as engine_module
 from freetoken.cli.main import main
 from freetoken.engine import Engine
 from freetoken.gguf import open_model
-from freetoken.gpu.place import Placement, make_plan
+from freetoken.gpu.place import make_plan
+from freetoken.gpu.warm import WarmUp
 from freetoken.options import EngineOptions, ModelOptions
 from freetoken.rebuild import CacheChange
 from freetoken.request import EngineState, Request, SamplingParams, TokenEvent
@@ -32,7 +33,7 @@ from freetoken.spec import read_spec
 from freetoken.tokenizer import Tokenizer
 from tools import tiny_models
 
-GREEDY = SamplingParams(temperature=0.0, n_predict=4, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, n_predict=6, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,8 @@ def engine_of(path: Path, monkeypatch: pytest.MonkeyPatch, **wishes: Any) -> Ite
     if options.n_gpu_layers:
         with open_model(path) as file:
             plan = make_plan(file, read_spec(file), options, 1 << 30, N_CTX, 4)
-        monkeypatch.setattr(engine_module, "Runner", partial(Runner, placement=Placement("cpu", plan)))
+        monkeypatch.setattr(WarmUp, "more", lambda self, should_stop: False)
+        monkeypatch.setattr(engine_module, "Runner", partial(Runner, placement=as_placement(plan)))
     engine = Engine(ModelOptions(path), options)
     engine.start()
     engine.wait_ready()
@@ -174,13 +176,13 @@ def test_refusals(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> N
         assert main(["ctl", "status", *port]) == 1
         assert "the server answers 401" in capsys.readouterr().err
         assert main(["ctl", "status", "--api-key", "secret", *port]) == 0
-        for words, message in (
+        for argv, message in (
             (["ctl", *port], "expected status or rebuild"),
             (["ctl", "rebuild", *port], "give one of --moe-cache-size"),
             (["ctl", "status", "--kv-pages", "4", *port], "only rebuild takes"),
             (["ctl", "status", "-o", "xml", *port], "expected text or json"),
         ):
-            assert main(words) == 2
+            assert main(argv) == 2
             assert message in capsys.readouterr().err
     assert main(["ctl", "status", *port]) == 1
     assert "no answer of a FreeToken server" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,17 @@ import torch
 from test_gpu_engine import N_VOCAB, wide_programs  # noqa: F401
 
 from freetoken.errors import DeviceLostError, EngineError, OptionError, RequestError
+from freetoken.experts import memory as memory_module
 from freetoken.experts.memory import SlotMemory
 from freetoken.gguf import open_model
 from freetoken.gpu import experts as experts_module
 from freetoken.gpu import place
 from freetoken.gpu.model import GpuModel
 from freetoken.gpu.place import Placement, make_plan
+from freetoken.kernels.fills import fill
 from freetoken.kvcache import PAGE, KVCache, KVCacheFull, KVShape
 from freetoken.options import EngineOptions
+from freetoken.plan import GpuPlan
 from freetoken.rebuild import CacheChange, Rebuilds
 from freetoken.runner import Runner
 from freetoken.spec import read_spec
@@ -40,12 +44,18 @@ N_LEAST = 4
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place, "MAX_TOKENS", 1)
+    monkeypatch.setattr(memory_module, "fill", partial(fill, n_programs=2))
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rebuild")
     return tiny_models.write(folder / "m.gguf", "qwen3moe", file_type="F16", n_layer=1, n_vocab=N_VOCAB, **TINY)
+
+
+def as_placement(plan: GpuPlan) -> Any:
+    """On the interpreter."""
+    return Placement("cpu", plan)
 
 
 @contextmanager
@@ -56,7 +66,7 @@ def both(path: Path, **wishes: Any) -> Iterator[tuple[Runner, Runner]]:
         spec = read_spec(file)
         plan = make_plan(file, spec, options, 1 << 30, N_CTX, 2)
         cpu = Runner(file, spec, EngineOptions(n_threads=1, n_gpu_layers=0), n_ctx=N_CTX, n_sequences=2)
-        gpu = Runner(file, spec, options, n_ctx=N_CTX, n_sequences=2, placement=Placement("cpu", plan))
+        gpu = Runner(file, spec, options, n_ctx=N_CTX, n_sequences=2, placement=as_placement(plan))
         try:
             yield cpu, gpu
         finally:
@@ -88,7 +98,7 @@ class Texts:
         np.testing.assert_array_equal(got.view(np.int32), want.view(np.int32))
 
 
-CASES = [("offload", (4, 5), 10), ("hybrid", (5, 4), 2), ("auto", (6, 4, 6), 3)]
+CASES = [("offload", (4, 5), 10), ("hybrid", (5,), 1), ("auto", (6, 4), 2)]
 LONG = [("hybrid", (4, 5), 10), ("cpu", (5, 4), 10), ("auto", (4, 6, 5, 6), 10)]
 
 
@@ -167,7 +177,6 @@ def test_a_failure_brings_the_old_size_back(path: Path, monkeypatch: pytest.Monk
             assert len(model_of(gpu)._kv.k[0]) == 5
             texts.step()
             gpu.rebuild(CacheChange(moe_cache_size=6))
-            texts.step()
             memories.too_large = {4, 6}
             with pytest.raises(DeviceLostError, match="the old size does not fit either"):
                 gpu.rebuild(CacheChange(moe_cache_size=4))
@@ -196,7 +205,6 @@ def test_pages_that_are_held_move_and_stay(path: Path) -> None:
             texts.step()
         gpu.rebuild(CacheChange(n_ctx=300))
         assert gpu.cache_status().kv.n_pages == 3 and gpu.n_ctx == 300
-        texts.step()
 
 
 BAD: list[tuple[CacheChange, type[Exception], str]] = [
@@ -237,7 +245,9 @@ def test_dense_models_and_layers_on_the_cpu(tmp_path: Path) -> None:
 def test_pages_are_handed_out_as_before_after_they_moved() -> None:
     cache = KVCache([], 6)
     a, b = cache.new_sequence(4 * PAGE), cache.new_sequence(4 * PAGE)
-    a.reserve(2 * PAGE), b.reserve(3 * PAGE), a.truncate(0)
+    a.reserve(2 * PAGE)
+    b.reserve(3 * PAGE)
+    a.truncate(0)
     assert cache.compact(4) == [(4, 0)] and b.pages == [2, 3, 0] and b.page_table[2] == 0
     cache.resize(4)
     assert cache.n_free == 1 and cache.take() == 1
