@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from freetoken.errors import EngineError, OptionError
+from freetoken.options import EngineOptions
 
-__all__ = ["CACHE_TYPES", "PAGE", "KVCache", "KVCacheFull", "KVShape", "Sequence", "n_pages_for"]
+__all__ = ["CACHE_TYPES", "PAGE", "KVCache", "KVCacheFull", "KVShape", "Sequence", "check_cache_types", "n_pages_for"]
 
 PAGE = 256
 """Positions of one page (FT_KV_PAGE)."""
@@ -42,6 +43,15 @@ class KVShape:
 def n_pages_for(n_tokens: int) -> int:
     """Pages that hold n_tokens positions."""
     return -(-n_tokens // PAGE)
+
+
+def check_cache_types(options: EngineOptions) -> None:
+    """Raises OptionError where keys and values would have different types."""
+    if options.cache_type_k != options.cache_type_v:
+        raise OptionError(
+            f"cache types {options.cache_type_k} for keys and {options.cache_type_v} for values: give the same "
+            "type for both"
+        )
 
 
 class KVCache:
