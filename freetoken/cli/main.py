@@ -20,6 +20,7 @@ _COMMANDS = {
     "run": "chat in the terminal, or answer one prompt",
     "bench": "measure prompt and generation speed",
     "info": "show what a model file holds",
+    "convert": "write a model as FTW, our weight format, and check such files",
 }
 _SUB_COMMANDS = {
     ("bench", "kernels"): "measure the kernels of experts against the machine's memory",

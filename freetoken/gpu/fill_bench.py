@@ -66,7 +66,7 @@ class GpuFills:
         offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         self._banks = [
             [
-                fill_bank(bank.type, bank.rows, bank.cols, bank.address, at, device)
+                fill_bank(bank.type, bank.rows, bank.cols, bank.address, at, device, bank.stride)
                 for bank, at in zip(layer.banks, offsets, strict=True)
             ]
             for layer in layers
@@ -133,7 +133,7 @@ def copy_gbs(layers: Sequence[LayerBanks], device: torch.device, n_times: int = 
     """GB/s of the copy engine from the banks' locked memory; 0 on a device that has none."""
     if device.type != "cuda":
         return 0.0
-    data = layers[0].banks[0].data
+    data = layers[0].runs[0].data
     n_bytes = min(data.nbytes, COPY_BYTES)
     target = torch.empty(n_bytes, dtype=torch.uint8, device=device)
     runs = np.array([[target.data_ptr(), data.ctypes.data, n_bytes]], np.uint64)
