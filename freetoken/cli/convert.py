@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -30,7 +31,7 @@ def size(text: str) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `ft convert`."""
-    parser.usage = "ft convert IN.gguf OUT.ftw [--split-max-size N(M|G)] [--verify] [--force] | ft convert --verify FILE.ftw"
+    parser.usage = "ft convert IN.gguf OUT.ftw [FLAGS] | ft convert --verify FILE.ftw"
     what = "IN (a GGUF or FTW file, any file of a split model, or a folder) and OUT.ftw; with --verify FILE.ftw alone"
     parser.add_argument("files", metavar="FILE", nargs="*", help=what)
     parser.add_argument(
@@ -78,7 +79,7 @@ def _forget(path: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _bar(what: str, n_bytes: int) -> tqdm:
+def _bar(what: str, n_bytes: int) -> tqdm[NoReturn]:
     return tqdm(
         total=n_bytes, desc=what, unit="B", unit_scale=True, leave=False, disable=not sys.stderr.isatty(), delay=0.2
     )

@@ -1,8 +1,8 @@
 """Where the routed experts lie in the mapped file, and which pages of it to register for the GPU. No torch.
 
 A bank is one matrix of all experts of a layer. In a GGUF file it is a tensor, its experts one after another, and banks
-start at multiples of the file's alignment (32), so neighbours share pages; in an FTW file gate, up and down of an expert
-lie side by side in a record, and the banks of a layer are interleaved (`Run` says which memory is one piece).
+start at multiples of the file's alignment (32), so neighbours share pages; in an FTW file gate, up and down of an
+expert lie side by side in a record, and the banks of a layer are interleaved (`Run` says which memory is one piece).
 
 A page can be registered once only: `pin_plan` gives every page to one range. Ranges belong to layers, so that a system
 which refuses some still serves the other layers from the pool.

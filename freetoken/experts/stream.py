@@ -354,11 +354,11 @@ class ExpertStream:
         return self._first + buffer * self._buffer_bytes
 
     def _copy(self, unit: Unit, wanted: np.ndarray, staged: Staged) -> None:
-        banks = _banks(self._pool.layers[unit.layer]).banks
         if not unit.regions:
+            n_bytes = sum(run.stride for run in self._runs[unit.layer])
             raise EngineError(
                 f"the GPU memory for streaming ({2 * self._buffer_bytes} bytes) does not hold two experts of layer "
-                f"{unit.layer} ({sum(bank.expert_bytes for bank in banks)} bytes each): give the cache more slots"
+                f"{unit.layer} ({n_bytes} bytes each): give the cache more slots"
             )
         n = unit.end - unit.first
         edges = np.linspace(0, n, N_SLICES + 1).astype(int) if n >= 4 * N_SLICES else np.array([0, n])
@@ -387,12 +387,13 @@ class ExpertStream:
             starts = pool.data_ptr() + slots * pool.shape[1]
             addresses[:] = np.where(is_slot, starts + np.array(self._pool.offsets[unit.layer])[:, None], 0)
         bases = [0] * len(banks)
-        for run, region in zip(self._runs[unit.layer], unit.regions, strict=True) if staged is not None else ():
-            experts = np.arange(unit.first, unit.end) * run.stride
+        if staged is not None:
             there = staged.experts & ~is_slot
-            for i, start in run.starts.items():
-                bases[i] = self._start(staged.buffer) + region + start - unit.first * run.stride
-                addresses[i] += np.where(there, bases[i] + experts, 0)
+            for run, region in zip(self._runs[unit.layer], unit.regions, strict=True):
+                experts = np.arange(unit.first, unit.end) * run.stride
+                for i, start in run.starts.items():
+                    bases[i] = self._start(staged.buffer) + region + start - unit.first * run.stride
+                    addresses[i] += np.where(there, bases[i] + experts, 0)
         return Part(unit.first, unit.end, addresses, is_slot, self, staged, tuple(bases))
 
 

@@ -117,7 +117,7 @@ def verify(shard: Shard, on_bytes: Callable[[int], object] = lambda n: None) -> 
 
     def check(i: int) -> int:
         at, n_bytes = int(records.offsets[i]), int(records.sizes[i])
-        if zlib.crc32(buffer[at : at + n_bytes]) != records.checksums[i]:
+        if zlib.crc32(buffer[at : at + n_bytes].data) != records.checksums[i]:
             first = max((info for info in infos if info.offset < at + n_bytes), key=lambda info: info.offset)
             raise ModelFileError(
                 f"{shard.path}: the checksum of record {i} (bytes {at} to {at + n_bytes}, near tensor {first.name!r}) "

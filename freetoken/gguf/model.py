@@ -75,7 +75,7 @@ def open_model(path: str | Path) -> ModelFile:
     paths = _shard_paths(given, count)
     given.close()
     if number >= count or paths[number] != path:
-        raise ModelFileError(f"{path}: the file says that it is {number + 1} of {count}, which its name does not")
+        raise ModelFileError(f"{path}: 'split.no' says file {number + 1} of {count}, which its name does not")
     shards = tuple(_open(p, i) for i, p in enumerate(paths))
     return ModelFile(paths[0], shards, shards[0].metadata, _merge(shards))
 
@@ -86,12 +86,13 @@ def _open(path: Path, index: int = 0) -> Shard:
     return read_ftw(path, handle, index) if is_ftw(handle[:HEADER_BYTES]) else read_shard(path, handle, index)
 
 
-def _split(shard: Shard) -> tuple[int, int]:
-    """Which file of how many this one is."""
+def _split(shard: Shard, *, is_part: bool = False) -> tuple[int, int]:
+    """Which file of how many this one is; one that `is_part` of a model has to say so."""
     if shard.ftw is not None:
         return shard.ftw.number, shard.ftw.count
-    count = shard.metadata.get_int("split.count", 1, high=65535)
-    return (shard.metadata.get_int("split.no", high=65535), count) if count > 1 else (0, 1)
+    if not is_part and shard.metadata.get_int("split.count", 1, high=65535) <= 1:
+        return 0, 1
+    return shard.metadata.get_int("split.no", high=65535), shard.metadata.get_int("split.count", high=65535)
 
 
 def _is_dir(path: Path) -> bool:
@@ -112,7 +113,7 @@ def _pick(folder: Path) -> Path:
         match = _SPLIT_NAME.fullmatch(file.name)
         models.setdefault(f"{match['prefix']} ({int(match['count'])} files)" if match else file.name, file)
     if not models:
-        raise ModelFileError(f"{folder}: a folder without a .gguf or .ftw file: name the model file")
+        raise ModelFileError(f"{folder}: a folder without a .gguf file (or .ftw): name the model file")
     if len(models) > 1:
         names = ", ".join(list(models)[:10]) + (", ..." if len(models) > 10 else "")
         raise ModelFileError(f"{folder}: a folder with {len(models)} models, name one of them: {names}")
@@ -127,8 +128,8 @@ def _shard_paths(given: Shard, count: int) -> list[Path]:
             f"{given.path}: this is one of {count} files of a split model, but its name does not end in "
             f"-0000N-of-{count:05d}{given.path.suffix}, so the others cannot be found: restore the names"
         )
-    names = (f"{match['prefix']}-{i + 1:05d}-of-{count:05d}{match['suffix']}" for i in range(count))
-    paths = [given.path.with_name(name) for name in names]
+    file_names = (f"{match['prefix']}-{i + 1:05d}-of-{count:05d}{match['suffix']}" for i in range(count))
+    paths = [given.path.with_name(name) for name in file_names]
     missing = [p.name for p in paths if not p.exists()]
     if missing:
         names = ", ".join(missing[:10]) + (", ..." if len(missing) > 10 else "")
@@ -142,7 +143,7 @@ def _merge(shards: tuple[Shard, ...]) -> dict[str, Tensor]:
     """All tensors of a split model, its counts checked."""
     tensors: dict[str, Tensor] = {}
     for i, shard in enumerate(shards):
-        number, count = _split(shard)
+        number, count = _split(shard, is_part=True)
         if (number, count) != (i, len(shards)):
             raise ModelFileError(
                 f"{shard.path}: the metadata says file {number + 1} of {count}, expected {i + 1} of {len(shards)}: "

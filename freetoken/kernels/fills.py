@@ -36,10 +36,10 @@ SLOW_UNIT = 64
 class FillBank:
     """One bank as the kernel reads it.
 
-    `address` of expert 0; from one expert to the next are `stride` bytes. `slot_offset` is the matrix's place in a slot.
-    Elements of `unit` bytes are moved; whatever an expert's number, its address and size are multiples of `align`.
-    `moves` int32 [units of a block, 2]: place of a unit of block 0, and the step from block to block, both in units
-    from the matrix's start; None where bytes keep their order.
+    `address` of expert 0; from one expert to the next are `stride` bytes. `slot_offset` is the matrix's place in a
+    slot. Elements of `unit` bytes are moved; whatever an expert's number, its address and size are multiples of
+    `align`. `moves` int32 [units of a block, 2]: place of a unit of block 0, and the step from block to block, both in
+    units from the matrix's start; None where bytes keep their order.
     """
 
     address: int
@@ -64,8 +64,9 @@ class Slow:
 def fill_bank(
     type_id: int, rows: int, cols: int, address: int, slot_offset: int, device: torch.device | str, stride: int = 0
 ) -> FillBank:
-    """A bank of matrices [rows, cols] whose expert 0 lies at `address`, each to stand at `slot_offset` of its slot; with
-    a `stride` the next expert begins so many bytes later, else where one ends."""
+    """A bank of matrices [rows, cols] whose expert 0 lies at `address`, each to stand at `slot_offset` of its slot.
+
+    With a `stride` the next expert begins so many bytes later, else where one ends."""
     if slot_offset % layout.ALIGNMENT:
         raise ValueError(f"a matrix at byte {slot_offset} of a slot, expected a multiple of {layout.ALIGNMENT}")
     n_bytes = rows * quants.row_bytes(type_id, cols)
