@@ -37,6 +37,10 @@ tokens, 2.7 and 1.9 at 64, 2.5 and 1.8 at 128; 4 layers of Qwen3-30B-A3B 6.2 and
 4.0 at 128, on 2 threads alike. Weights without a native product of many tokens would be better off with 128."""
 
 
+CHOICE_POSITIONS = 1024
+"""Context of the text by which backends are timed after loading."""
+
+
 class LongPass(Protocol):
     """`cpu.prefill.Prefill` as it is used here."""
 
@@ -82,6 +86,12 @@ class OnGpu(Protocol):
 
     def warm_up(self, on_progress: Callable[[float], None]) -> None:
         """Run what makes the first requests quick."""
+
+    is_undecided: bool
+    """Whether `choose_backend` has something to choose."""
+
+    def choose_backend(self, page_table: np.ndarray, n_positions: int) -> None:
+        """Time the ways to run experts that are in no slot, by steps in these pages."""
 
     def warm_more(self, should_stop: Callable[[], bool]) -> bool:
         """Run one more program ahead of need, if any is left: whether one was."""
@@ -190,6 +200,8 @@ class Runner:
         how much of it is done, from 0 to 1."""
         if self.gpu is not None:
             self.gpu.warm_up(on_progress)
+            if self.gpu.is_undecided:
+                self._choose_backend(self.gpu)
         if self.gpu is None or self.gpu.first_layer:
             sequence = self.new_sequence()
             try:
@@ -197,6 +209,15 @@ class Runner:
             finally:
                 sequence.release()
         numa.tell_places(self._numa, [shard.mapping for shard in self._file.shards])
+
+    def _choose_backend(self, gpu: OnGpu) -> None:
+        sequence = self.new_sequence()
+        try:
+            n_positions = min(self.n_ctx, CHOICE_POSITIONS)
+            sequence.reserve(n_positions)
+            gpu.choose_backend(sequence.page_table, n_positions)
+        finally:
+            sequence.release()
 
     def warm_more(self, should_stop: Callable[[], bool]) -> bool:
         """While idle: prepare one more kind of request, if any is left: whether one was. It may be stopped."""

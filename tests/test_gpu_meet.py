@@ -40,7 +40,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def both(path: Path, backend: str, n_slots: tuple[int, ...] = (7,), **wishes: Any) -> Iterator[tuple[Runner, Runner]]:
     """A runner on the CPU, and one on the interpreter whose experts take turns in so many slots."""
-    options = EngineOptions(n_threads=2, n_ctx=N_CTX, n_gpu_layers=-2, moe_cpu_threads=1, **wishes)
+    options = EngineOptions(**{"n_threads": 2, "n_gpu_layers": -2, "moe_cpu_threads": 1, **wishes}, n_ctx=N_CTX)
     with open_model(path) as file:
         spec = read_spec(file)
         plan = make_plan(file, spec, options, 1 << 30, N_CTX, 8)
@@ -140,6 +140,14 @@ def test_layers_sent_to_the_cpu_meet_it_and_others_do_not(
         assert found is not None
         assert found[0, 2] == 0 and found[0, 3] == found[0, 1] > 0, "no fill where the CPU computes"
         assert found[1, 3] == 0 and found[1, 2] == found[1, 1] > 0
+
+
+def test_layers_on_the_cpu_share_its_threads(path: Path) -> None:
+    """The first layer runs whole on the CPU, by the threads that compute the other's misses."""
+    with both(path, "hybrid", n_slots=(4,), n_gpu_layers=2, moe_cpu_threads=2) as (cpu, gpu):
+        assert model_of(gpu).first_layer == 1 and meetings_of(gpu)._pool is gpu._pool
+        same_steps(cpu, gpu, (2, 1), (2,))
+        assert counts(gpu)["cpu"] > 0
 
 
 # --- failures -----------------------------------------------------------------------------------------------------

@@ -22,8 +22,9 @@ from freetoken.experts.measure import CpuSide, alike, looping, measure, n_figure
 from freetoken.experts.profile import Conditions, ExpertFormat, Times, look_up, store
 from freetoken.gpu import driver, fill_bench, link, profiled
 from freetoken.gpu.fill_bench import GpuFills
-from freetoken.gpu.profiled import own_profile
+from freetoken.gpu.profiled import find_or_measure
 from freetoken.native import Pool
+from freetoken.options import EngineOptions
 from freetoken.quants import GgmlType
 
 NOW = Conditions("GPU-1", "580.82", "5 x16", "Some CPU", 16, 2, 128, "avx2, 2 planes, 0123")
@@ -175,7 +176,7 @@ def own(tmp_path: Path, layers: list[LayerBanks | None], now: Conditions = NOW) 
             return n * self.each
 
     with Pool(1) as pool:
-        found = own_profile(
+        found = find_or_measure(
             layers,
             torch.device("cpu"),
             pool,
@@ -228,8 +229,24 @@ def test_a_link_that_slept_is_woken(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(profiled, "copy_gbs", copy)
     with Pool(1) as pool:
-        found = own_profile([make_layer()], torch.device("cpu"), pool, lambda: next(answers), where=tmp_path)
+        found = find_or_measure([make_layer()], torch.device("cpu"), pool, lambda: next(answers), where=tmp_path)
     assert found.conditions == NOW and len(copies) == 2
+
+
+def test_a_slowed_machine_has_its_own_times(tmp_path: Path) -> None:
+    own(tmp_path, [make_layer()])
+    found = look_up(NOW, tmp_path).entry
+    assert found is not None
+    kind = ExpertFormat.of(make_layer())
+    real = found.formats[kind]
+    slow = profiled.slowed(replace(found, choices={"a": {"chosen": "cpu"}}), 3.0, 1.0)
+    assert slow.formats[kind].fill == {n: 3 * t for n, t in real.fill.items()}
+    assert slow.formats[kind].cpu == real.cpu and not slow.choices
+    assert profiled.slowed(found, 0.0, 2.0).formats[kind].fill == real.fill
+    for options, is_stored in ((EngineOptions(), True), (EngineOptions(slow_cpu=2.0), False)):
+        profile = profiled.OwnProfile([make_layer()], torch.device("cpu"), lambda: Pool(1), options)
+        assert profile.is_stored == is_stored
+    assert profiled.own_profile([make_layer()], torch.device("cpu"), lambda: Pool(1), EngineOptions()) is None
 
 
 def test_a_profile_of_the_cpu_alone_lacks_fills(tmp_path: Path) -> None:

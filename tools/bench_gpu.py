@@ -123,6 +123,7 @@ def counters(engine: Engine) -> np.ndarray:
     found = engine.expert_counters()
     if found is None:
         return np.zeros(5, np.int64)
+    found = found.copy()
     found[:, 4] = found[:, 1] * runner_of(engine).gpu.experts.state.expert_bytes  # type: ignore[union-attr]
     total: np.ndarray = found.sum(axis=0)
     return total

@@ -37,6 +37,7 @@ from freetoken.gpu.driver import Device
 from freetoken.gpu.link import conditions
 from freetoken.gpu.verdict import survey
 from freetoken.native import Pool
+from freetoken.runner import expert_threads
 from freetoken.spec import read_spec
 
 __all__ = ["add_arguments", "run"]
@@ -98,7 +99,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-m", "--model", metavar="FILE", help="measure this model's own experts, not random ones")
     add("--types", type=_formats, metavar="LIST", help="types of random experts, such as Q4_K,Q4_K/Q4_K/Q6_K")
     add("--shape", metavar="DxF", help=f"sizes of random experts: n_embd x n_ff ({SHAPE})")
-    add("-t", "--threads", type=threads_list, metavar="LIST", help="numbers of CPU threads (the physical cores)")
+    add(
+        "-t",
+        "--threads",
+        type=threads_list,
+        metavar="LIST",
+        help="numbers of CPU threads (as the engine has for experts)",
+    )
     add("--seconds", type=real(0.001, 60.0), default=0.2, metavar="S", help="for each figure (0.2)")
     add("-dev", "--device", type=device_names, metavar="DEV", help="the GPU, or none (CUDA0)")
     add("--cpu-planes", type=int, choices=(1, 2), default=2, help="int8 planes of activations (2)")
@@ -230,7 +237,7 @@ class _Bench:
     """Measures formats for all thread counts."""
 
     def __init__(self, card: Device | None, args: argparse.Namespace) -> None:
-        self.threads: list[int] = args.threads or [physical_cores()]
+        self.threads: list[int] = args.threads or [expert_threads(physical_cores())]
         self.results: list[Result] = []
         self._card, self._seconds, self._n_planes = card, args.seconds, args.cpu_planes
         self._copy_gbs = 0.0

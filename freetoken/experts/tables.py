@@ -13,7 +13,10 @@ import numpy as np
 from freetoken.experts.profile import Entry, ExpertFormat, Times
 from freetoken.experts.split import Q16, bounded_table, makespan, measured_table, q16_table, times
 
-__all__ = ["fill_tables", "layer_seconds", "miss_seconds", "split_tables"]
+__all__ = ["fill_tables", "layer_seconds", "miss_seconds", "split_tables", "unmeasured_table"]
+
+UNMEASURED = 0.4
+"""Share of misses to fill between what a fast link with six threads and what one with fourteen would choose."""
 
 USUAL_MISSES = (2, 3, 4)
 """Misses of a layer in a step at the hit rates that caches of a third of the experts reach."""
@@ -24,6 +27,11 @@ def fill_tables(n_layer: int, n_max: int, cpu_layers: Collection[int] = ()) -> n
     tables = np.tile(np.arange(n_max + 1, dtype=np.int32), (n_layer, 1))
     tables[sorted(cpu_layers)] = 0
     return tables
+
+
+def unmeasured_table(n_max: int) -> np.ndarray:
+    """int32 [n_max + 1] for all layers where nothing can be measured: in Triton's interpreter."""
+    return q16_table(n_max, round(UNMEASURED * Q16))
 
 
 def split_tables(

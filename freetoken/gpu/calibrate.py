@@ -32,6 +32,7 @@ __all__ = [
     "choose",
     "contender",
     "remembered",
+    "seconds_remembered",
     "with_choice",
 ]
 
@@ -120,10 +121,8 @@ def candidates(
     min_fill: int = 0,
     cpu_layers: Collection[int] = (),
 ) -> list[Candidate]:
-    """All ways that the wishes leave, each table once; the first is the profile's own.
-
-    Fixed `cpu_layers` need the CPU in every step, so that `offload` then is a hybrid that fills all other misses.
-    """
+    """All ways that the wishes leave, each table once; the first is the profile's own. Misses of `cpu_layers` go to the
+    CPU under all of them."""
     found: list[Candidate] = []
 
     def add(name: str, backend: str, table: np.ndarray) -> None:
@@ -135,7 +134,7 @@ def candidates(
         table = split_tables(entry, layers, n_max, cpu_factor=factor, **limits)  # type: ignore[arg-type]
         add("hybrid" if factor == 1.0 else f"hybrid for a CPU of {1 / factor:.1f}", "hybrid", table)
     if "offload" in backends:
-        add("offload", "hybrid" if cpu_layers else "offload", fill_tables(len(layers), n_max, cpu_layers))
+        add("offload", "offload", fill_tables(len(layers), n_max, cpu_layers))
     if "cpu" in backends:
         add("cpu", "cpu", np.zeros((len(layers), n_max + 1), np.int32))
     return found
@@ -338,13 +337,17 @@ def choose(
     return choice
 
 
-def with_choice(entry: Entry, what_for: str, choice: Choice, *, load: float | None = None) -> Entry:
-    """The profile with a choice in it; `load` is how many cores other programs took meanwhile."""
+def with_choice(
+    entry: Entry, what_for: str, choice: Choice, *, load: float | None = None, effect: float | None = None
+) -> Entry:
+    """The profile with a choice in it; `load` is how many cores other programs took meanwhile, `effect` what is known
+    of that of fills on later hits."""
     record: dict[str, Any] = {
         "chosen": choice.best.name,
         "milliseconds": {name: round(seconds * 1e3, 4) for name, seconds in choice.seconds.items()},
         "steps": choice.n_steps,
         "load_of_others": None if load is None else round(load, 2),
+        "effect_of_fills": None if effect is None else round(effect, 3),
         "when": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
     return replace(entry, choices=entry.choices | {what_for: record})
@@ -354,3 +357,16 @@ def remembered(entry: Entry, what_for: str, tried: Sequence[Candidate]) -> Candi
     """The candidate that was chosen last time, if it is there."""
     name = entry.choices.get(what_for, {}).get("chosen")
     return next((candidate for candidate in tried if candidate.name == name), None)
+
+
+def effect_remembered(entry: Entry, what_for: str) -> float | None:
+    """The effect of fills that a long trial once found; a file may hold anything."""
+    found = entry.choices.get(what_for, {}).get("effect_of_fills")
+    return float(found) if isinstance(found, int | float) and 0.0 <= found <= MAX_EFFECT else None
+
+
+def seconds_remembered(entry: Entry, what_for: str) -> dict[str, float]:
+    """Seconds a step of the candidates when that choice was made."""
+    found = entry.choices.get(what_for, {}).get("milliseconds")
+    known = found.items() if isinstance(found, dict) else ()
+    return {name: ms / 1e3 for name, ms in known if isinstance(ms, int | float) and ms > 0}

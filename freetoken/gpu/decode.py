@@ -17,6 +17,7 @@ import torch
 
 from freetoken.batch import Batch
 from freetoken.blocks import Model, Weight
+from freetoken.experts.slots import COUNTERS
 from freetoken.gpu.ahead import timed
 from freetoken.gpu.arena import Arena
 from freetoken.gpu.experts import GpuExperts, ProgramExperts
@@ -87,10 +88,25 @@ class Program:
 class Step:
     """A step that has been launched and samples its tokens itself."""
 
-    def __init__(self, results: torch.Tensor, done: torch.cuda.Event | None, meetings: Meetings | None) -> None:
+    def __init__(
+        self,
+        results: torch.Tensor,
+        done: torch.cuda.Event | None,
+        meetings: Meetings | None,
+        counters: torch.Tensor | None = None,
+    ) -> None:
         self._results = results
         self._done = done
         self._meetings = meetings
+        self._counters = counters
+
+    def counts(self) -> tuple[int, int] | None:
+        """Hits and misses of all layers since the counters began, None where they are not told; after `wait`, and
+        before two more steps have been launched."""
+        if self._counters is None:
+            return None
+        hits, misses = self._counters[:, :2].sum(0).tolist()
+        return hits, misses
 
     def wait(self) -> tuple[list[int], list[int]]:
         """Tokens, and for each 0, or 1 where the host must sample it. To be asked once, in the order of the steps.
@@ -141,6 +157,13 @@ class GpuDecoder:
             torch.zeros((2, MAX_TOKENS), dtype=torch.int32, pin_memory=self._is_cuda) for _ in range(N_MIRRORS)
         ]
         self._turn = 0
+        self.tells_counts = False
+        """Whether steps that sample tell their hits and misses."""
+        n_layers = 0 if experts is None else len(experts.layers)
+        self._counters = [
+            torch.zeros((n_layers, len(COUNTERS)), dtype=torch.int64, pin_memory=self._is_cuda and n_layers > 0)
+            for _ in range(N_MIRRORS)
+        ]
 
     def run(self, batch: Batch, hidden: np.ndarray | None = None) -> np.ndarray:
         """Store the batch's keys and values; logits fp32 [n_outputs, n_vocab], the caller's own. `hidden` fp32 [n,
@@ -159,7 +182,11 @@ class GpuDecoder:
         self._turn = (self._turn + 1) % N_MIRRORS
         results = self._results[self._turn][:, : batch.n]
         results.copy_(self._sampled[:, : batch.n], non_blocking=True)
-        return Step(results, self._mark(), self._meetings)
+        counters = None
+        if self.tells_counts and self._experts is not None:
+            counters = self._counters[self._turn]
+            counters.copy_(self._experts.cache.tensors.counters, non_blocking=True)
+        return Step(results, self._mark(), self._meetings, counters)
 
     def program(self, n: int, n_outputs: int, n_positions: int, *, is_sampled: bool = False) -> Program:
         """The program of a step whose longest context is n_positions."""

@@ -19,12 +19,12 @@ from freetoken import blocks, native
 from freetoken.beside import beside
 from freetoken.errors import EngineError
 from freetoken.experts.bank import LayerBanks
-from freetoken.experts.choose import hybrid_table
 from freetoken.experts.device import SlotCache
 from freetoken.experts.memory import SlotMemory
 from freetoken.experts.slots import SizeClass, SlotState
 from freetoken.experts.split import bounded_table
 from freetoken.experts.survivors import Survivors
+from freetoken.experts.tables import unmeasured_table
 from freetoken.gpu.ahead import timed
 from freetoken.gpu.arena import Arena
 from freetoken.gpu.meet import Meetings
@@ -69,7 +69,7 @@ class GpuExperts:
         passing: Sequence[int] = (),
         meet: Callable[[], Meetings] | None = None,
         slow_fills: float = 0.0,
-        hybrid: Callable[[int], np.ndarray] = hybrid_table,
+        hybrid: Callable[[int], np.ndarray] = unmeasured_table,
     ) -> None:
         """`staging` names the slots that a prompt's experts stream through, or how many bytes are set aside for it;
         `edges` are host addresses that no copy may cross (`ExpertPool`). Layers of `passing` leave all misses to the

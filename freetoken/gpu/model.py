@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,10 +16,11 @@ from freetoken.batch import Batch
 from freetoken.blocks import Model
 from freetoken.errors import EngineError
 from freetoken.experts.bank import LayerBanks, expert_banks
-from freetoken.experts.choose import hybrid_table
 from freetoken.experts.pin import Pinned
 from freetoken.gguf import ModelFile
 from freetoken.gpu.ahead import pin_experts, timed
+from freetoken.gpu.backends import Backends, OwnText, WatchedStep, Wishes, what_for
+from freetoken.gpu.calibrate import Candidate
 from freetoken.gpu.chain import GREEDY, DeviceParams, device_chain
 from freetoken.gpu.decode import GpuDecoder, Step
 from freetoken.gpu.experts import GpuExperts, Staging
@@ -29,13 +30,14 @@ from freetoken.gpu.kv import DeviceKV
 from freetoken.gpu.meet import Meetings
 from freetoken.gpu.place import Placement, place
 from freetoken.gpu.prefill import Prefill
+from freetoken.gpu.profiled import OwnProfile, own_profile
 from freetoken.gpu.scratch import Scratch
 from freetoken.gpu.warm import WarmUp
 from freetoken.gpu.weights import DeviceWeights
 from freetoken.kernels.activations import MAX_TOKENS
 from freetoken.kernels.bias import N_BIASES
 from freetoken.kernels.pages import PAGE
-from freetoken.kernels.sampler import N_FIELDS
+from freetoken.kernels.sampler import N_FIELDS, Mode
 from freetoken.kvcache import KVShape, n_pages_for
 from freetoken.options import EngineOptions
 from freetoken.plan import GpuPlan
@@ -46,6 +48,8 @@ __all__ = ["GREEDY", "GpuModel", "device_chain", "place"]
 
 logger = logging.getLogger(__name__)
 
+PLAIN = DeviceParams(Mode.LIST, top_k=40)
+"""How text is sampled by which backends are timed."""
 CPU_STEPPED = 48
 """Prompts up to this long run as decode steps of 8 where the first layers run on the CPU (`runner.MAX_STEPPED`)."""
 
@@ -85,6 +89,9 @@ class GpuModel:
         self._n_vocab, self._n_embd = spec.n_vocab, spec.n_embd
         self._warm_up = WarmUp(self)
         self.experts: GpuExperts | None = None
+        self._wishes = Wishes.of(options, spec.n_layer, plan.passing)
+        self._profile: OwnProfile | None = None
+        self._backends: Backends | None = None
         if plan.classes:
             self.experts = self._expert_slots(file, spec, options, placement, pool, expert_pool or (lambda: pool))
         elif placement.start is not None:
@@ -101,6 +108,7 @@ class GpuModel:
             spec.n_embd,
             plan.first_layer,
         )
+        self.decoder.tells_counts = self._backends is not None
         logger.info("%s: cache and experts ready in %.2f s", device, time.monotonic() - started)
 
     def run(
@@ -124,7 +132,8 @@ class GpuModel:
             return found
 
     def use_split(self, backend: str, table: np.ndarray | None = None) -> None:
-        """How misses are shared between fills and the CPU from the next step on (`GpuExperts.use_split`)."""
+        """How misses are shared between fills and the CPU from the next step on, for good (`GpuExperts.use_split`)."""
+        self._backends, self.decoder.tells_counts = None, False
         if self.experts is None or self.experts.is_fused:
             raise EngineError(f"experts' backend {backend!r}: no layer's experts take turns in slots")
         self.experts.use_split(backend, table)
@@ -133,8 +142,16 @@ class GpuModel:
         """int64 [n_layer, 5] by `experts.slots.COUNTERS`, None without experts."""
         return None if self.experts is None else self.experts.counters()
 
-    def launch(self, batch: Batch, chains: Sequence[DeviceParams], uniforms: Sequence[float], *, follows: bool) -> Step:
+    def launch(
+        self, batch: Batch, chains: Sequence[DeviceParams], uniforms: Sequence[float], *, follows: bool
+    ) -> Step | WatchedStep:
         """Start a decode step that samples its tokens itself (`GpuDecoder.launch`)."""
+        step = self._launch(batch, chains, uniforms, follows=follows)
+        return step if self._backends is None else self._backends.watched(step, batch.n, follows)
+
+    def _launch(
+        self, batch: Batch, chains: Sequence[DeviceParams], uniforms: Sequence[float], *, follows: bool
+    ) -> Step:
         params, biases = np.zeros((batch.n, N_FIELDS), np.int32), np.zeros((batch.n, 2, N_BIASES), np.int32)
         for row, chain in enumerate(chains):
             chain.write(params[row])
@@ -142,6 +159,23 @@ class GpuModel:
         draws = Draws(params, biases, np.asarray(uniforms, np.float64))
         with translated(self.device):
             return self.decoder.launch(batch, draws, follows=follows)
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether `choose_backend` has something to choose."""
+        return self._backends is not None and self._backends.is_undecided
+
+    def choose_backend(self, page_table: np.ndarray, n_positions: int) -> None:
+        """Time decode steps of each way to run misses, by a text that nobody reads, and go on with the fastest. The
+        pages hold n_positions."""
+        assert self._backends is not None
+
+        def launch(token: int, position: int, number: float, follows: bool) -> Step:
+            batch = Batch(np.array([token], np.int32), np.array([position], np.int32), [page_table], 1)
+            return self._launch(batch, [PLAIN], [number], follows=follows)
+
+        with timed("choice of the experts' backend"):
+            self._backends.choose(OwnText(launch, 0, n_positions))
 
     def warm_up(self, on_progress: Callable[[float], None]) -> None:
         """Run what makes the first requests quick (`gpu.warm`)."""
@@ -224,6 +258,17 @@ class GpuModel:
             elif pinned is not None:
                 pinned.close()  # they are copied once
         plan = self.plan
+
+        def meet() -> Meetings:
+            meetings = Meetings(expert_pool(), layers, spec.n_expert_used, self.device, options.n_planes)
+            if options.slow_cpu > 1.0:
+                meetings.executor.slow_down(options.slow_cpu)
+            return meetings
+
+        def hybrid(n_max: int) -> np.ndarray:
+            entry = None if self._profile is None else self._profile.entry
+            return self._wishes.hybrid_table(entry, layers, n_max)
+
         experts = GpuExperts(
             layers,
             plan.classes,
@@ -234,16 +279,42 @@ class GpuModel:
             staging=_staging(plan),
             edges=() if self._pinned is None else self._pinned.edges,
             passing=sorted({*plan.passing, *options.moe_cpu_layers.of(spec.n_layer)}),
-            meet=lambda: Meetings(expert_pool(), layers, spec.n_expert_used, self.device, options.n_planes),
+            meet=meet,
             slow_fills=options.slow_fills,
-            hybrid=partial(hybrid_table, max_fetch=options.moe_hybrid_max_fetch, min_fill=options.moe_hybrid_min_fill),
+            hybrid=hybrid,
         )
         if plan.is_offloading and not experts.is_fused:
-            experts.use_split(plan.backend)
-            if options.slow_cpu > 1.0 and experts.meetings is not None:
-                experts.meetings.executor.slow_down(options.slow_cpu)
+            self._profile = own_profile(layers, self.device, expert_pool, options)
+            if self._profile is not None and options.moe_backend in ("auto", "hybrid"):
+                self._backends = self._make_backends(experts, self._profile, options)
+            if self._backends is None:
+                experts.use_split(plan.backend)
         experts.load_residents(pool)
         return experts
+
+    def _make_backends(self, experts: GpuExperts, profile: OwnProfile, options: EngineOptions) -> Backends | None:
+        """None where the CPU cannot take part and need not."""
+        # steps behind layers on the CPU are not timed: the profile decides
+        wishes = replace(self._wishes, calibrates=self._wishes.calibrates and not self.first_layer)
+
+        def use(candidate: Candidate) -> None:
+            experts.use_split(candidate.backend, candidate.table if candidate.backend == "hybrid" else None)
+
+        try:
+            return Backends(
+                profile.entry,
+                experts.layers,
+                MAX_TOKENS * experts.n_used,
+                wishes,
+                use,
+                what_for=what_for(experts.layers, len(experts.state.stamp), wishes),
+                is_stored=profile.is_stored,
+            )
+        except EngineError as error:
+            if options.moe_backend != "auto":
+                raise
+            logger.warning("experts on the CPU take no part, all misses are fetched: %s", error)
+            return None
 
 
 def _max_stepped(plan: GpuPlan) -> int:

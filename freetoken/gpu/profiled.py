@@ -15,11 +15,14 @@ import torch
 
 from freetoken.experts.bank import LayerBanks
 from freetoken.experts.measure import SHORT_COUNTS, CpuSide, Side, alike, measure, n_figures, read_gbs
-from freetoken.experts.profile import Conditions, Entry, ExpertFormat, Found, look_up, store
+from freetoken.experts.profile import Conditions, Entry, ExpertFormat, Found, Times, look_up, store
+from freetoken.gpu import driver
 from freetoken.gpu.fill_bench import GpuFills, copy_gbs
+from freetoken.gpu.link import conditions
 from freetoken.native import Pool
+from freetoken.options import EngineOptions
 
-__all__ = ["own_profile"]
+__all__ = ["OwnProfile", "find_or_measure", "own_profile", "slowed"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +39,7 @@ FILL_COUNTS = (max(SHORT_COUNTS), 2, 1)
 MakeFills = Callable[[Sequence[LayerBanks], torch.device], Side]
 
 
-def own_profile(
+def find_or_measure(
     layers: Sequence[LayerBanks | None],
     device: torch.device,
     pool: Pool,
@@ -74,6 +77,63 @@ def own_profile(
         entry = replace(found.entry.joined(entry), conditions=found.entry.conditions)
     store(entry, where)
     return entry
+
+
+class OwnProfile:
+    """The profile for a model's experts on a card, found or measured when it is first asked for."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerBanks | None],
+        device: torch.device,
+        pool: Callable[[], Pool],
+        options: EngineOptions,
+    ) -> None:
+        self._layers, self._device, self._pool, self._options = layers, device, pool, options
+        self._entry: Entry | None = None
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether what is learned may be kept: not of a machine that tests make slower."""
+        return not self._options.slow_fills and self._options.slow_cpu <= 1.0
+
+    @property
+    def entry(self) -> Entry:
+        if self._entry is None:
+            card = next(card for card in driver.find_devices() if card.index == (self._device.index or 0))
+            pool, n_planes = self._pool(), self._options.n_planes
+            found = find_or_measure(
+                self._layers,
+                self._device,
+                pool,
+                lambda: conditions(card, pool.n_threads, n_planes),
+                n_planes=n_planes,
+            )
+            self._entry = found if self.is_stored else slowed(found, self._options.slow_fills, self._options.slow_cpu)
+        return self._entry
+
+
+def own_profile(
+    layers: Sequence[LayerBanks | None], device: torch.device, pool: Callable[[], Pool], options: EngineOptions
+) -> OwnProfile | None:
+    """None in Triton's interpreter, where nothing can be measured."""
+    return OwnProfile(layers, device, pool, options) if device.type == "cuda" else None
+
+
+def slowed(entry: Entry, fills: float, cpu: float) -> Entry:
+    """The profile of a machine whose fills and experts on the CPU take so many times as long, 0 for once; without what
+    was chosen on the real one."""
+    by = max(fills, 1.0), max(cpu, 1.0)
+
+    def times(each: dict[int, float], factor: float) -> dict[int, float]:
+        return {n: seconds * factor for n, seconds in each.items()}
+
+    formats = {
+        kind: Times(times(t.fill, by[0]), times(t.fill_beside, by[0]), times(t.cpu, by[1]), times(t.cpu_beside, by[1]))
+        for kind, t in entry.formats.items()
+    }
+    rates = entry.copy_gbs / by[0], entry.read_gbs / by[1]
+    return replace(entry, copy_gbs=rates[0], read_gbs=rates[1], formats=formats, choices={})
 
 
 def _commonest(layers: Sequence[LayerBanks | None]) -> list[ExpertFormat]:

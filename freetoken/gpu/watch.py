@@ -11,7 +11,7 @@ import logging
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from freetoken.gpu.calibrate import BURST, SETTLE, Candidate, Choice, Sample, Trial, contender, effect_of
@@ -30,8 +30,10 @@ N_DEVIATING = 3
 """Windows in a row that deviate before a trial is held."""
 DRIFT = 0.05
 """How fast what is expected follows what is seen: contexts grow."""
-FIRST_CHECK = 64
+FIRST_CHECK = 128
 """Steps of requests after which what a start chose, by text of its own, is checked."""
+NEAR, MOST_NEAR = 1.3, 3
+"""Where nothing has moved, only so many candidates are tried, and none that took so many times the best's time."""
 GAP_S = 10.0
 """Least time between trials because of slower or quicker steps; doubled after each one that changed nothing, up to:"""
 MAX_GAP_S = 300.0
@@ -94,18 +96,21 @@ class Watcher:
         load: Callable[[float], float | None] = lambda now: None,
         clock: Callable[[], float] = time.monotonic,
         effect: float | None = None,
+        known: Mapping[str, float] | None = None,
         on_choice: Callable[[Choice, float | None], object] = lambda choice, load: None,
     ) -> None:
-        """`load` gives the cores that others use; `effect` of fills on later misses is what a long trial once found;
-        `on_choice` hears of every trial's outcome."""
+        """`load` gives the cores that others use; `effect` of fills on later hits is what a long trial once found;
+        `known` are seconds a step of an earlier choice; `on_choice` hears of every trial's outcome."""
         self.current = current
         self.effect = effect
         self._tried = list(tried)
+        self._known = dict(known or {})
         self._chosen = current
         self._load, self._clock, self._on_choice = load, clock, on_choice
         self._least_load = max(LOAD_CORES, LOAD_SHARE * n_cores)
         self._trial: Trial | None = None
         self._long: tuple[Candidate, Candidate] | tuple[()] = ()
+        self._now_tried: list[Candidate] = []
         self._n_restarts = 0
         self._n_rows = 0
         self._in_trial_s = 0.0
@@ -161,20 +166,33 @@ class Watcher:
             if self._n_deviating == 1 and self._clock() - self._last_trial > QUIET_S:
                 self._gap_s = GAP_S
             self._bases[sample.n_rows] = base + DRIFT * (excess - base)
-        reason = self._reason()
-        if reason:
-            self._begin(reason, middle)
+        moved = self._what_moved()
+        if moved:
+            self._begin(moved, middle, self._tried)
+        elif self._is_due:
+            self._begin("to check the choice", middle, self._near())
 
-    def _reason(self) -> str:
-        """Why a trial is due, "" where none is."""
+    def _what_moved(self) -> str:
+        """Which condition has, "" for none."""
         since = self._clock() - self._last_trial
-        if not self._has_checked and self._n_steps >= FIRST_CHECK:
-            return "the first steps of requests"
         if self._n_loaded >= N_LOADED and since >= min(self._gap_s, LOAD_GAP_S):
             return f"other programs use {self._load_now:.1f} cores, and used {self._load_then:.1f}"
         if self._n_deviating >= N_DEVIATING and since >= self._gap_s:
             return "steps take another time than the same misses took"
-        return "some time has passed" if since >= self._recheck_s else ""
+        return ""
+
+    @property
+    def _is_due(self) -> bool:
+        is_first = not self._has_checked and self._n_steps >= FIRST_CHECK
+        return is_first or self._clock() - self._last_trial >= self._recheck_s
+
+    def _near(self) -> list[Candidate]:
+        """Candidates that were hardly slower when all were tried."""
+        if not self._known:
+            return self._tried
+        limit = NEAR * min(self._known.values())
+        near = [c for c in self._tried if self._known.get(c.name, 0.0) <= limit and c != self._chosen]
+        return [self._chosen, *sorted(near, key=lambda c: self._known.get(c.name, 0.0))[: MOST_NEAR - 1]]
 
     def _missed_s(self, sample: Sample) -> float:
         return max(sample.misses, 0) * self._chosen.per_miss_s
@@ -197,10 +215,14 @@ class Watcher:
 
     # --- a trial -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, reason: str, step_s: float) -> None:
-        log.debug("experts: trying %d ways, since %s", len(self._tried), reason)
-        first = [c for c in self._tried if c == self._chosen]
-        tried = first + [c for c in self._tried if c != self._chosen]
+    def _begin(self, reason: str, step_s: float, tried: Sequence[Candidate]) -> None:
+        self._has_checked = True
+        if len(tried) < 2:
+            self._last_trial = self._clock()
+            return
+        log.debug("experts: trying %d ways: %s", len(tried), reason)
+        self._now_tried = [self._chosen, *(c for c in tried if c != self._chosen)]
+        tried = self._now_tried
         # all candidates have one burst and more in the time there is
         burst = round(TRIAL_S / (3 * len(tried) * max(step_s, 1e-6)))
         self._trial = Trial(
@@ -209,7 +231,7 @@ class Watcher:
             self._chosen.name,
             effect=1.0 if self.effect is None else self.effect,
         )
-        self._n_rows, self._in_trial_s, self._has_checked = 0, 0.0, True
+        self._n_rows, self._in_trial_s = 0, 0.0
 
     def _try(self, ran: str, sample: Sample) -> None:
         assert self._trial is not None
@@ -220,7 +242,7 @@ class Watcher:
                 if self._n_restarts > MAX_RESTARTS or self._long:
                     self._end(None)
                     return
-                self._begin("the number of rows has changed", sample.seconds)
+                self._begin("the number of rows has changed", sample.seconds, self._now_tried)
             self._n_rows = sample.n_rows
             self._trial.add(ran, sample)
         if self._trial.is_over or self._in_trial_s > (LONG_S if self._long else TRIAL_S):
@@ -233,7 +255,7 @@ class Watcher:
         if self._long and trial.is_over:
             self.effect = effect_of(trial, *self._long)
         elif trial.is_over and self.effect is None:
-            other = contender(trial, self._tried)
+            other = contender(trial, self._now_tried)
         self._end(choice)
         if other is not None:
             self._long = choice.best, other
@@ -246,6 +268,7 @@ class Watcher:
         if choice is not None:
             log.log(logging.INFO if has_changed else logging.DEBUG, "experts: %s", choice)
             self._on_choice(choice, self._load_now)
+            self._known |= choice.seconds if not self._long else {}
             self._chosen = choice.best
         self._gap_s = GAP_S if has_changed else min(2 * self._gap_s, MAX_GAP_S)
         self._recheck_s = RECHECK_S if has_changed else min(2 * self._recheck_s, MAX_RECHECK_S)

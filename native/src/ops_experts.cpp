@@ -115,6 +115,7 @@ struct Experts {
   void await(const Piece &piece) const;
   void merge(int64_t begin, int64_t end) const;
   void run(const Piece &piece) const;
+  Piece cut_end(Piece &piece) const;
   void fetch_start(const Piece &piece, int which) const;
 };
 
@@ -216,6 +217,15 @@ void Experts::run(const Piece &piece) const {
   }
 }
 
+// Takes the last rows off a piece: no more than the start of another stream takes to come.
+Piece Experts::cut_end(Piece &piece) const {
+  const int64_t n_rows = round_up(rows_of_stream(op.i[piece.is_down ? 9 : 7]), kRowStep);
+  Piece end = piece;
+  end.begin = std::max(piece.begin, piece.end - n_rows);
+  piece.end = end.begin;
+  return end;
+}
+
 // One thread's pieces: first of all groups' hidden rows, then of all groups' down rows. A claim that reaches into the
 // next group is two pieces.
 class Pieces {
@@ -261,9 +271,13 @@ void run(const ft_op &op, Worker &worker) {
   Pieces pieces(e);
   Piece piece, ahead;
   for (bool has_piece = pieces.next(piece); has_piece;) {
-    const bool has_ahead = pieces.next(ahead);  // the stream's start is on its way when its turn comes
+    const Piece end = e.cut_end(piece);
+    if (piece.begin < piece.end) e.run(piece);
+    // The next stream's start is on its way when its turn comes. It is claimed late: whoever holds a long piece that it
+    // does not run yet keeps it from a thread that has nothing to do.
+    const bool has_ahead = pieces.next(ahead);
     if (has_ahead) e.fetch_start(ahead, ahead.is_down ? 2 : 0);
-    e.run(piece);
+    e.run(end);
     piece = ahead;
     has_piece = has_ahead;
   }
