@@ -167,7 +167,7 @@ def _holds(file: int, data: np.ndarray, offset: int) -> bool:
     """Whether the file has these bytes already."""
     for at in range(0, len(data), ALIGNMENT << 8):
         some = data[at : at + (ALIGNMENT << 8)]
-        if os.pread(file, len(some), offset + at) != some.data:
+        if not np.array_equal(np.frombuffer(os.pread(file, len(some), offset + at), np.uint8), some):
             return False
     return True
 
