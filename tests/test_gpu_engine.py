@@ -18,6 +18,7 @@ from freetoken.gguf import open_model
 from freetoken.gpu.experts import GpuExperts
 from freetoken.gpu.place import Placement, _why_not, make_plan
 from freetoken.kernels import matvec
+from freetoken.kernels.compile_ahead import first_of_each_kind
 from freetoken.options import EngineOptions
 from freetoken.quants import GgmlType
 from freetoken.runner import Runner
@@ -165,3 +166,13 @@ def test_types_without_an_integer_form_stay_quantised(codes: Path, monkeypatch: 
 def test_steps_of_types_without_an_integer_form(codes: Path) -> None:
     with both(codes, n_slots=4) as (cpu, gpu):
         same_steps(cpu, gpu, (2,), (1,))
+
+
+def test_more_layers_bring_no_more_kinds_of_launches(tmp_path: Path) -> None:
+    counts = []
+    for n_layer in (2, 4):
+        path = tiny_models.write(tmp_path / f"{n_layer}.gguf", "qwen3moe", n_layer=n_layer, n_vocab=N_VOCAB)
+        with both(path) as (_, gpu):
+            launches = gpu.gpu.decoder.program(1, 1, 5).lowered.launches  # type: ignore[union-attr]
+            counts.append((len(launches), len(list(first_of_each_kind(launches)))))
+    assert counts[1][0] > 1.5 * counts[0][0] and counts[1][1] == counts[0][1] < 20

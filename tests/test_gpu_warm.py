@@ -4,17 +4,57 @@ from __future__ import annotations
 
 import kernel_bits  # noqa: F401  isort: skip
 
+import dataclasses
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import pytest
+import torch
 
 from freetoken.batch import Stopped
 from freetoken.gpu import decode
 from freetoken.gpu.decode import Program
 from freetoken.gpu.warm import PROMPTS, STEPS, WarmUp
+from freetoken.kernels.compile_ahead import first_of_each_kind
 
 Runs = list[tuple[str, int, bool]]
+
+
+@dataclasses.dataclass
+class Matrix:
+    rows: int
+    data: torch.Tensor
+
+
+def test_launches_of_a_kind_are_met_once() -> None:
+    met: list[int] = []
+
+    def product(matrix: Matrix, number: int, *, planes: int) -> None:
+        met.append(number)
+
+    class Layer:
+        def step(self, number: int) -> None:
+            met.append(number)
+
+    room = torch.zeros(64)
+    layer, other = Layer(), Layer()
+    one, same = (Matrix(2, torch.zeros(2, 4)) for _ in range(2))
+    wide, shifted = Matrix(2, torch.zeros(2, 8)), Matrix(2, room[1:9].view(2, 4))
+    launches = [
+        partial(product, one, 0, planes=2),
+        partial(product, same, 0, planes=2),
+        partial(product, wide, 1, planes=2),
+        partial(product, shifted, 2, planes=2),
+        partial(product, same, 3, planes=1),
+        partial(layer.step, 4),
+        partial(layer.step, 4),
+        partial(layer.step, 5),
+        partial(other.step, 6),
+    ]
+    for launch in first_of_each_kind(launches):
+        launch()
+    assert met == [0, 1, 2, 3, 4, 5, 6]
 
 
 class Trials:

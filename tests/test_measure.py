@@ -163,6 +163,15 @@ def test_fills_reach_the_slots() -> None:
     assert fill_bench.copy_gbs([layer], torch.device("cpu")) == 0.0
 
 
+def test_copies_end_where_another_locked_range_begins() -> None:
+    assert fill_bench.copies(1000, 70, 300, [1250, 900, 1100, 1000, 1300]).tolist() == [
+        [70, 1000, 100],
+        [170, 1100, 150],
+        [320, 1250, 50],
+    ]
+    assert fill_bench.copies(1000, 70, 300, []).tolist() == [[70, 1000, 300]]
+
+
 # --- the engine's profile --------------------------------------------------------------------------------------------
 
 

@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     card, problem = _card(args.device)
     bench = _Bench(card, args)
     with ExitStack() as stack:
-        sources = stack.enter_context(_sources(args, card))
+        sources, bench.edges = stack.enter_context(_sources(args, card))
         n = n_figures(COUNTS, with_fills=card is not None) * len(bench.threads) * len(sources)
         bar = stack.enter_context(tqdm(total=n, desc="experts", leave=False, disable=not sys.stderr.isatty()))
         for kind, make in sources.items():
@@ -156,12 +156,13 @@ _Sources = dict[ExpertFormat, Callable[[], "list[LayerBanks]"]]
 
 
 @contextmanager
-def _sources(args: argparse.Namespace, card: Device | None) -> Iterator[_Sources]:
-    """What gives the layers of each format, which the card may read until the next ones are asked for."""
+def _sources(args: argparse.Namespace, card: Device | None) -> Iterator[tuple[_Sources, Sequence[int]]]:
+    """What gives the layers of each format, which the card may read until the next ones are asked for, and the
+    addresses that no copy may cross."""
     if args.model is None:
         kinds = [_format(f"{name} {args.shape or SHAPE}") for name in args.types or ()] or list(_canonical(args))
         memory = _Memory(card is not None)
-        yield {kind: partial(_random_layers, kind, memory) for kind in kinds}
+        yield {kind: partial(_random_layers, kind, memory) for kind in kinds}, ()
         return
     with open_model(args.model) as model:
         groups = alike(expert_banks(read_spec(model), model), MODEL_BYTES)
@@ -169,12 +170,12 @@ def _sources(args: argparse.Namespace, card: Device | None) -> Iterator[_Sources
             raise UnsupportedModelError(f"{args.model}: the model has no routed experts: measure without -m")
         chosen = [layer for layers in groups.values() for layer in layers]
         if card is None:
-            yield {kind: partial(list, layers) for kind, layers in groups.items()}
+            yield {kind: partial(list, layers) for kind, layers in groups.items()}, ()
             return
         pinned = ahead.pin_experts(chosen, card.index)
         try:
             layers = alike(pinned.layers, MODEL_BYTES)
-            yield {kind: partial(list, some) for kind, some in layers.items()}
+            yield {kind: partial(list, some) for kind, some in layers.items()}, pinned.edges
         finally:
             pinned.close()
 
@@ -241,6 +242,7 @@ class _Bench:
         self.results: list[Result] = []
         self._card, self._seconds, self._n_planes = card, args.seconds, args.cpu_planes
         self._copy_gbs = 0.0
+        self.edges: Sequence[int] = ()
         self._read_gbs: dict[int, float] = {}
         self._times: dict[int, dict[ExpertFormat, Times]] = {n: {} for n in self.threads}
         self._conditions: dict[int, Conditions] = {}
@@ -275,7 +277,7 @@ class _Bench:
 
         device = torch.device(f"cuda:{self._card.index}")
         torch.cuda.set_device(device)
-        self._copy_gbs = max(self._copy_gbs, copy_gbs(layers, device))
+        self._copy_gbs = max(self._copy_gbs, copy_gbs(layers, device, self.edges))
         return GpuFills(layers, device)
 
 

@@ -6,6 +6,7 @@ interpreter) they run one by one.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections import deque
@@ -129,14 +130,15 @@ class GpuFills:
             step.fill_expert.copy_(row, non_blocking=True)
 
 
-def copy_gbs(layers: Sequence[LayerBanks], device: torch.device, n_times: int = 12) -> float:
-    """GB/s of the copy engine from the banks' locked memory; 0 on a device that has none."""
+def copy_gbs(layers: Sequence[LayerBanks], device: torch.device, edges: Sequence[int] = (), n_times: int = 12) -> float:
+    """GB/s of the copy engine from the banks' locked memory; no copy may cross one of `edges`. 0 on a device that has
+    none."""
     if device.type != "cuda":
         return 0.0
     data = layers[0].runs[0].data
     n_bytes = min(data.nbytes, COPY_BYTES)
     target = torch.empty(n_bytes, dtype=torch.uint8, device=device)
-    runs = np.array([[target.data_ptr(), data.ctypes.data, n_bytes]], np.uint64)
+    runs = copies(data.ctypes.data, target.data_ptr(), n_bytes, edges)
     stream = torch.cuda.current_stream(device)
     found = []
     for _ in range(n_times):
@@ -149,6 +151,12 @@ def copy_gbs(layers: Sequence[LayerBanks], device: torch.device, n_times: int = 
             raise EngineError(f"experts cannot be copied to the GPU (error {result} of the CUDA driver)")
         found.append(n_bytes / first.elapsed_time(last) / 1e6)
     return float(statistics.median(found[2:]))
+
+
+def copies(start: int, to: int, n_bytes: int, edges: Sequence[int]) -> np.ndarray:
+    """uint64 [n, 3] of (device address, host address, bytes), cut at the edges."""
+    cuts = [start, *sorted(edge for edge in edges if start < edge < start + n_bytes), start + n_bytes]
+    return np.array([[to + a - start, a, b - a] for a, b in itertools.pairwise(cuts)], np.uint64)
 
 
 def _event() -> torch.cuda.Event:

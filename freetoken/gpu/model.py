@@ -284,7 +284,7 @@ class GpuModel:
             hybrid=hybrid,
         )
         if plan.is_offloading and not experts.is_fused:
-            self._profile = own_profile(layers, self.device, expert_pool, options)
+            self._profile = own_profile(layers, self.device, expert_pool, options, experts.edges)
             if self._profile is not None and options.moe_backend in ("auto", "hybrid"):
                 self._backends = self._make_backends(experts, self._profile, options)
             if self._backends is None:

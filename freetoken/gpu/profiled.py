@@ -5,6 +5,7 @@ Called once at start, after the experts' pages are locked; `ft bench bw` takes m
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from freetoken.errors import EngineError
 from freetoken.experts.bank import LayerBanks
 from freetoken.experts.measure import SHORT_COUNTS, CpuSide, Side, alike, measure, n_figures, read_gbs
 from freetoken.experts.profile import Conditions, Entry, ExpertFormat, Found, Times, look_up, store
@@ -49,12 +51,13 @@ def find_or_measure(
     where: Path | None = None,
     make_fills: MakeFills | None = None,
     measure_s: float = MEASURE_S,
+    edges: Sequence[int] = (),
 ) -> Entry:
     """What holds here and now for the formats of these layers. `ask` gives the conditions (`gpu.link`); `where` is the
-    profile's folder."""
+    profile's folder; no copy may cross one of `edges` (`Pinned.edges`)."""
     groups = alike(layers, LEAST_BYTES)
     wanted = _commonest(layers)
-    found = _find(ask, where, groups[wanted[0]], device)
+    found = _find(ask, where, lambda: copy_gbs(groups[wanted[0]], device, edges))
     held = {} if found.entry is None else found.entry.formats
     missing = [kind for kind in wanted if kind not in held or not held[kind].fill]
     if found.entry is not None and not missing:
@@ -71,7 +74,7 @@ def find_or_measure(
         b_h = max(b_h, read_gbs(pool, groups[kind], 0.02))
         side = CpuSide(pool, groups[kind], n_planes)
         formats[kind] = measure(make(groups[kind], device), side, counts=SHORT_COUNTS, budget_s=budget_s)
-    entry = Entry.new(ask(), copy_gbs=copy_gbs(groups[wanted[0]], device), read_gbs=b_h, formats=formats)
+    entry = Entry.new(ask(), copy_gbs=copy_gbs(groups[wanted[0]], device, edges), read_gbs=b_h, formats=formats)
     logger.info("fills and experts on the CPU measured in %.1f s", time.monotonic() - started)
     if found.entry is not None:
         entry = replace(found.entry.joined(entry), conditions=found.entry.conditions)
@@ -88,36 +91,46 @@ class OwnProfile:
         device: torch.device,
         pool: Callable[[], Pool],
         options: EngineOptions,
+        edges: Sequence[int] = (),
     ) -> None:
+        """`edges` as in `find_or_measure`."""
         self._layers, self._device, self._pool, self._options = layers, device, pool, options
-        self._entry: Entry | None = None
+        self._edges = edges
 
     @property
     def is_stored(self) -> bool:
         """Whether what is learned may be kept: not of a machine that tests make slower."""
         return not self._options.slow_fills and self._options.slow_cpu <= 1.0
 
-    @property
-    def entry(self) -> Entry:
-        if self._entry is None:
-            card = next(card for card in driver.find_devices() if card.index == (self._device.index or 0))
-            pool, n_planes = self._pool(), self._options.n_planes
+    @functools.cached_property
+    def entry(self) -> Entry | None:
+        """None where it cannot be measured, which is logged."""
+        card = next(card for card in driver.find_devices() if card.index == (self._device.index or 0))
+        pool, n_planes = self._pool(), self._options.n_planes
+        try:
             found = find_or_measure(
                 self._layers,
                 self._device,
                 pool,
                 lambda: conditions(card, pool.n_threads, n_planes),
                 n_planes=n_planes,
+                edges=self._edges,
             )
-            self._entry = found if self.is_stored else slowed(found, self._options.slow_fills, self._options.slow_cpu)
-        return self._entry
+        except EngineError as error:
+            logger.warning("misses are split without a profile: %s", error)
+            return None
+        return found if self.is_stored else slowed(found, self._options.slow_fills, self._options.slow_cpu)
 
 
 def own_profile(
-    layers: Sequence[LayerBanks | None], device: torch.device, pool: Callable[[], Pool], options: EngineOptions
+    layers: Sequence[LayerBanks | None],
+    device: torch.device,
+    pool: Callable[[], Pool],
+    options: EngineOptions,
+    edges: Sequence[int] = (),
 ) -> OwnProfile | None:
     """None in Triton's interpreter, where nothing can be measured."""
-    return OwnProfile(layers, device, pool, options) if device.type == "cuda" else None
+    return OwnProfile(layers, device, pool, options, edges) if device.type == "cuda" else None
 
 
 def slowed(entry: Entry, fills: float, cpu: float) -> Entry:
@@ -142,15 +155,13 @@ def _commonest(layers: Sequence[LayerBanks | None]) -> list[ExpertFormat]:
     return sorted(set(kinds), key=lambda kind: (-kinds.count(kind), str(kind)))[:MAX_FORMATS]
 
 
-def _find(
-    ask: Callable[[], Conditions], where: Path | None, layers: Sequence[LayerBanks], device: torch.device
-) -> Found:
+def _find(ask: Callable[[], Conditions], where: Path | None, work: Callable[[], object]) -> Found:
     """What is stored. A card that idles runs its link slower, so it gets work before that counts as a difference."""
     now = ask()
     found = look_up(now, where)
     began = time.monotonic()
     while found.entry is None and found.is_link_only and time.monotonic() - began < WAKE_S:
-        copy_gbs(layers, device)
+        work()
         found = look_up(ask(), where)
     return found
 

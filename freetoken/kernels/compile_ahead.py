@@ -6,12 +6,15 @@ the compiler leaves Python's lock to others. With what it compiled on disk the s
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -28,6 +31,8 @@ __all__ = ["compile_ahead", "listening"]
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 8
+ALIGNMENT = 16
+"""Of a pointer: what Triton compiles a kernel for."""
 Launch = Callable[[], None]
 
 
@@ -73,12 +78,40 @@ def listening(on_compiled: Callable[[], None]) -> Iterator[None]:
         yield
 
 
+def first_of_each_kind(launches: Sequence[Launch]) -> Iterator[Launch]:
+    """A step launches the same few kernels in every layer."""
+    seen: set[Hashable] = set()
+    for launch in launches:
+        kind = kind_of(launch)
+        if kind not in seen:
+            seen.add(kind)
+            yield launch
+
+
+def kind_of(value: Any) -> Hashable:
+    """Equal for what is compiled alike: tensors by type, shape and alignment, numbers by value, other objects by their
+    fields or as themselves. Where two that differ are taken for one, the second is compiled at its launch."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.stride(), value.data_ptr() % ALIGNMENT
+    if isinstance(value, partial):
+        return kind_of(value.func), kind_of(value.args), kind_of(value.keywords)
+    if isinstance(value, MethodType):
+        return value.__func__, id(value.__self__)
+    if isinstance(value, dict):
+        return tuple((key, kind_of(each)) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(kind_of, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return type(value), tuple(kind_of(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return value if value is None or isinstance(value, bool | int | float | str) else id(value)
+
+
 def compile_ahead(
     launches: Sequence[Launch], device: torch.device, on_kernel: Callable[[int, int], None] = lambda done, n: None
 ) -> int:
-    """Compile and load what the launches use and nothing has used before; launches no kernel, but what else they do is
-    done. `on_kernel` hears, from any thread, how many kernels are ready of those met so far. Returns how many were not
-    on disk.
+    """Compile and load what the launches use and nothing has used before; launches no kernel, but what else the first
+    of each kind does is done. `on_kernel` hears, from any thread, how many kernels are ready of those met so far.
+    Returns how many were not on disk.
 
     Uses what Triton does not promise: where that is missing or fails, the first launch compiles as ever.
     """
@@ -99,7 +132,7 @@ def compile_ahead(
             with listening(loading.count), AsyncCompileMode(loading, ignore_errors=True):
                 JITFunction.run = meet
                 try:
-                    for launch in launches:
+                    for launch in first_of_each_kind(launches):
                         launch()
                 finally:
                     JITFunction.run = run
