@@ -64,7 +64,7 @@ __all__ = [
     "variant",
 ]
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 MAX_TOKENS = 8
 """Token rows of one program (FT_MAX_TOKENS)."""
 KV_PAGE = 256

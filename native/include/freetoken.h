@@ -11,7 +11,7 @@
 extern "C" {
 #endif
 
-#define FT_ABI_VERSION 1
+#define FT_ABI_VERSION 2
 #define FT_MAX_TOKENS 8    /* tokens of one program; more go through prefill */
 #define FT_KV_PAGE 256     /* positions of one KV page, and of one attention split */
 
