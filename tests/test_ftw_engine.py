@@ -186,6 +186,17 @@ def test_banks_at_different_distances() -> None:
         _ = LayerBanks(0, tuple(banks)).runs
 
 
+def test_a_distance_without_room_is_malformed(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native operations refuse it, those of a step and those of a prompt."""
+    with open_model(files[1]) as file:
+        runner = Runner(file, read_spec(file), EngineOptions(n_threads=1, n_gpu_layers=0), n_ctx=N_CTX, n_sequences=1)
+        monkeypatch.setattr("freetoken.blocks.Experts.stride", 4096)
+        for n in (2, 60):
+            with pytest.raises(EngineError, match="malformed"):
+                runner.prefill(runner.new_sequence(), [5] * n)
+        runner.close()
+
+
 def test_measuring(files: tuple[Path, Path]) -> None:
     """Experts on the CPU and plain reads take banks of either kind."""
     with native.Pool(2) as pool:

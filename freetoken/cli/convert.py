@@ -54,8 +54,12 @@ def run(args: argparse.Namespace) -> int:
         if model.shards[0].ftw is not None:
             _verify(model)
         conversion = Conversion(model, paths[1], max_bytes=args.split_max_size, is_forced=args.force)
-        with _bar("converting", conversion.n_bytes) as bar:
-            conversion.run(bar.update)
+        try:
+            with _bar("converting", conversion.n_bytes) as bar:
+                conversion.run(bar.update)
+        except KeyboardInterrupt:
+            print("ft convert: interrupted; the same command goes on from there", file=sys.stderr)
+            raise
     if args.verify:
         for path in conversion.targets:
             _forget(path)
