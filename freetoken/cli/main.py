@@ -21,6 +21,7 @@ _COMMANDS = {
     "bench": "measure prompt and generation speed",
     "info": "show what a model file holds",
     "plan": "show what of a model would go where on a machine, without loading it",
+    "convert": "write a model as FTW, our weight format, and check such files",
 }
 _SUB_COMMANDS = {
     ("bench", "kernels"): "measure the kernels of experts against the machine's memory",
