@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from freetoken.native import expert_stride
 from freetoken.spec import cos_sin
 
 __all__ = ["Act", "Experts", "Model", "Norm", "Ops", "RopeTable", "Weight"]
@@ -25,7 +26,8 @@ Act = Any
 class Weight:
     """A matrix of the file, in place: `rows` outputs of `cols` inputs, quantised as `type` (ggml's number).
 
-    `data` is a uint8 view [rows, row_bytes] of the mapping (never copied); `bias` fp32 [rows] or None.
+    `data` is a uint8 view [rows, row_bytes] of the mapping (never copied), or of stacked matrices [n, rows, row_bytes],
+    each contiguous; `bias` fp32 [rows] or None.
     """
 
     name: str
@@ -50,8 +52,8 @@ class Norm:
 class Experts:
     """The routed experts of one layer: three banks [n_expert, rows, row_bytes] in place, as stacked `Weight`s.
 
-    `gate` and `up` map n_embd to n_ff, `down` back; each Weight's `rows` counts one expert's rows and `data` is
-    [n_expert * rows, row_bytes].
+    `gate` and `up` map n_embd to n_ff, `down` back; each Weight's `rows` counts one expert's rows. In an FTW file an
+    expert's matrices lie side by side, so that there are gaps between those of a bank.
     """
 
     n_expert: int
@@ -59,6 +61,11 @@ class Experts:
     gate: Weight
     up: Weight
     down: Weight
+
+    @property
+    def stride(self) -> int:
+        """As the native operation for experts takes it: see `native.expert_stride`."""
+        return expert_stride([weight.data for weight in (self.gate, self.up, self.down)])
 
 
 ROPE_BLOCK = 256

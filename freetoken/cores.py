@@ -15,6 +15,7 @@ __all__ = [
     "cpu_quota",
     "cpus_beside",
     "last_level_cache_bytes",
+    "memory_bytes",
     "memory_nodes",
     "numa_nodes",
     "physical_cores",
@@ -25,6 +26,8 @@ __all__ = [
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 _NODES = Path("/sys/devices/system/node")
+_NO_LIMIT = 1 << 60
+"""v1 writes its lack of a limit as a number."""
 _CACHE_GUESS = 32 << 20
 
 
@@ -93,6 +96,26 @@ def last_level_cache_bytes() -> int:
             caches[f"{level}:{shared}"] = int(level), int(size[:-1]) << 10
     last = max((level for level, _ in caches.values()), default=0)
     return sum(size for level, size in caches.values() if level == last) or _CACHE_GUESS
+
+
+def memory_bytes() -> tuple[int, str]:
+    """Memory that this process may use, and what says so: the control group's limit where there is one (a virtual
+    machine's own figure may grow while it is used), else the machine's."""
+    limits = []
+    for line in (_read(Path("/proc/self/cgroup")) or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            limits += [_read(folder / "memory.max") for folder in _ancestors(_CGROUP_ROOT, path)]
+        elif "memory" in controllers.split(","):
+            folders = _ancestors(_CGROUP_ROOT / "memory", path)
+            limits += [_read(folder / "memory.limit_in_bytes") for folder in folders]
+    found = [int(limit) for limit in limits if limit and limit.isdigit() and 0 < int(limit) < _NO_LIMIT]
+    if found:
+        return min(found), "the control group's limit"
+    for line in (_read(Path("/proc/meminfo")) or "").splitlines():
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1]) << 10, "MemTotal"
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "the system"
 
 
 def cpu_name() -> str:

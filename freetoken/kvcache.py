@@ -14,8 +14,19 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from freetoken.errors import EngineError, OptionError
+from freetoken.options import EngineOptions
 
-__all__ = ["CACHE_TYPES", "PAGE", "KVCache", "KVCacheFull", "KVShape", "Sequence", "capacity_for", "n_pages_for"]
+__all__ = [
+    "CACHE_TYPES",
+    "PAGE",
+    "KVCache",
+    "KVCacheFull",
+    "KVShape",
+    "Sequence",
+    "capacity_for",
+    "check_cache_types",
+    "n_pages_for",
+]
 
 PAGE = 256
 """Positions of one page (FT_KV_PAGE)."""
@@ -49,6 +60,15 @@ def capacity_for(n_ctx: int, n_sequences: int, *, is_shared: bool) -> int:
     each that is not full."""
     n_pages = n_pages_for(n_ctx)
     return n_pages + n_sequences - 1 if is_shared else n_pages * n_sequences
+
+
+def check_cache_types(options: EngineOptions) -> None:
+    """Raises OptionError where keys and values would have different types."""
+    if options.cache_type_k != options.cache_type_v:
+        raise OptionError(
+            f"cache types {options.cache_type_k} for keys and {options.cache_type_v} for values: give the same "
+            "type for both"
+        )
 
 
 class KVCache:

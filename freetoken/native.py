@@ -53,6 +53,7 @@ __all__ = [
     "copy_runs",
     "cpu_features",
     "cpu_quota",
+    "expert_stride",
     "experts_scratch_bytes",
     "has_many",
     "library",
@@ -63,7 +64,7 @@ __all__ = [
     "variant",
 ]
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 MAX_TOKENS = 8
 """Token rows of one program (FT_MAX_TOKENS)."""
 KV_PAGE = 256
@@ -278,6 +279,17 @@ def attn_scratch_bytes(n_tokens: int, n_head: int, head_dim_v: int, max_position
 def experts_scratch_bytes(n_tokens: int, k: int, d: int, ff: int, n_threads: int) -> int:
     """Bytes of OP_EXPERTS' scratch, 64-byte aligned."""
     return int(library().ft_experts_scratch_bytes(n_tokens, k, d, ff, n_threads))
+
+
+def expert_stride(banks: Sequence[np.ndarray]) -> int:
+    """The last field of OP_EXPERTS for banks uint8 [n_expert, ...], each expert contiguous: 0 where the experts of each
+    bank follow one another, else the bytes from one to the next, the same in all. Raises EngineError."""
+    strides = {bank.strides[0] for bank in banks}
+    if all(bank.flags.c_contiguous for bank in banks):
+        return 0
+    if len(strides) > 1 or not all(bank[0].flags.c_contiguous for bank in banks):
+        raise EngineError(f"experts' banks lie {sorted(strides)} bytes apart: expected one distance or none")
+    return strides.pop()
 
 
 def aligned(n_bytes: int) -> np.ndarray:

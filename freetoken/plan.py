@@ -22,7 +22,7 @@ from freetoken.experts.slots import SizeClass, size_classes, slots_per_class
 from freetoken.gguf import ModelFile
 from freetoken.kvcache import CACHE_TYPES, PAGE, n_pages_for
 from freetoken.options import SPLITS, EngineOptions
-from freetoken.prompt_memory import chunk_tokens, working_bytes
+from freetoken.prompt_memory import LEAST_CHUNK, chunk_tokens, is_chunk_given, room_bytes, working_bytes
 from freetoken.spec import ModelSpec
 
 __all__ = ["DenseBytes", "GpuPlan", "dense_bytes", "expert_layers_off", "first_gpu_layer", "plan_gpu"]
@@ -96,6 +96,8 @@ class GpuPlan:
     buffer_bytes: int
     dense_bytes: int
     kv_bytes: int
+    room_bytes: int
+    """What else grows with the context: rooms of attention, angles."""
     free_bytes: int
     budget_bytes: int
     n_chunk: int
@@ -126,7 +128,8 @@ class GpuPlan:
     @property
     def used_bytes(self) -> int:
         """Everything planned, scratch included."""
-        return self.dense_bytes + self.kv_bytes + self.slots_bytes + self.own_buffers_bytes + self.scratch_bytes
+        context = self.kv_bytes + self.room_bytes
+        return self.dense_bytes + context + self.slots_bytes + self.own_buffers_bytes + self.scratch_bytes
 
     @property
     def resident_share(self) -> float:
@@ -139,7 +142,8 @@ class GpuPlan:
             f"GPU plan: {self.backend}, {self.n_gpu_layers} of {self.n_layer} layers and the head on the GPU",
             f"  free {_mib(self.free_bytes)}, may take {_mib(self.budget_bytes)}, takes {_mib(self.used_bytes)}",
             f"  dense weights {_mib(self.dense_bytes)}, scratch {_mib(self.scratch_bytes)} (chunks of {self.n_chunk})",
-            f"  context {self.n_ctx} tokens, {self.n_pages} pages, {_mib(self.kv_bytes)}",
+            f"  context {self.n_ctx} tokens, {self.n_pages} pages, {_mib(self.kv_bytes)}; rooms and angles "
+            f"{_mib(self.room_bytes)}",
         ]
         if self.first_layer:
             lines.insert(1, f"  on the CPU: layers 0 to {self.first_layer - 1}")
@@ -219,11 +223,15 @@ def plan_gpu(
         raise ValueError("a plan for a GPU that the options leave out")
     if options.moe_backend == "fused" and expert_layers_off(options, range(spec.n_layer)) and any(slot_bytes):
         raise OptionError("--moe-backend fused keeps every expert on the GPU, against --cpu-moe, --n-cpu-moe or -ot")
-    planner = _Planner(spec, options, slot_bytes, dense, free_bytes, max_batch, n_ctx, n_sequences, n_chunk, n_pages)
+    chunk = n_chunk or chunk_tokens(spec, options, free_bytes)
+    planner = _Planner(spec, options, slot_bytes, dense, free_bytes, max_batch, n_ctx, n_sequences, chunk, n_pages)
     is_free = options.n_gpu_layers == -1 and options.fit
     last = spec.n_layer if is_free else 1
     first = first_gpu_layer(options.n_gpu_layers, spec.n_layer)
+    is_fixed = n_chunk > 0 or is_chunk_given(options)
     for attempt in range(first, first + last):
+        while planner.missing(attempt) > 0 and planner.n_chunk > LEAST_CHUNK and not is_fixed:
+            planner = replace(planner, n_chunk=planner.n_chunk // 2)
         if planner.missing(attempt) <= 0:
             plan = planner.plan(attempt)
             return replace(plan, notes=(*plan.notes, *_unmoved(options, names)))
@@ -240,7 +248,7 @@ class _Planner:
     max_batch: int
     n_ctx: int
     n_sequences: int
-    given_chunk: int = 0
+    n_chunk: int
     given_pages: int = 0
 
     # --- what is fixed -----------------------------------------------------------------------------------------------
@@ -251,10 +259,6 @@ class _Planner:
         return max(
             min(int(self.free_bytes * options.memory_ratio), self.free_bytes - options.memory_margin_mib * _MIB), 0
         )
-
-    @property
-    def n_chunk(self) -> int:
-        return self.given_chunk or chunk_tokens(self.spec, self.options, self.free_bytes)
 
     @property
     def scratch_bytes(self) -> int:
@@ -293,12 +297,23 @@ class _Planner:
         itemsize = np.dtype(CACHE_TYPES[self.options.cache_type_k]).itemsize
         return sum(self.spec.n_kv[first:]) * width * PAGE * itemsize
 
-    def longest_ctx(self, first: int, kv_bytes: int) -> int:
+    def room_bytes(self, first: int, n_ctx: int) -> int:
+        return room_bytes(self.spec, self.options, n_ctx, self.n_pages(n_ctx), first)
+
+    def context_bytes(self, first: int, n_ctx: int) -> int:
+        """All that a context takes."""
+        return self.kv_bytes(first, n_ctx) + self.room_bytes(first, n_ctx)
+
+    def longest_ctx(self, first: int, n_bytes: int) -> int:
         """The longest context of a sequence that so many bytes hold, at most the wished one, in whole pages."""
-        page = self.page_bytes(first)
-        pages = kv_bytes // page - 1 if page else self.n_pages(self.n_ctx)
-        own = pages // self.n_sequences if self.options.n_parallel > 0 else pages - (self.n_sequences - 1)
-        return min(self.n_ctx, max(own, 0) * PAGE)
+        low, high = 0, n_pages_for(self.n_ctx)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.context_bytes(first, min(middle * PAGE, self.n_ctx)) <= n_bytes:
+                low = middle
+            else:
+                high = middle - 1
+        return min(self.n_ctx, low * PAGE)
 
     def classes(self, first: int) -> tuple[tuple[SizeClass, ...], tuple[SizeClass, ...]]:
         """Of the common cache, and the one of layers whose experts pass through."""
@@ -319,8 +334,8 @@ class _Planner:
     def missing(self, first: int, n_ctx: int | None = None) -> int:
         """Bytes that the smallest plan needs above the budget."""
         common, passing = self.classes(first)
-        kv = self.kv_bytes(first, self.floor_ctx if n_ctx is None else n_ctx)
-        return self.base(first) + kv + self.least_slots((*common, *passing)) - self.budget
+        context = self.context_bytes(first, self.floor_ctx if n_ctx is None else n_ctx)
+        return self.base(first) + context + self.least_slots((*common, *passing)) - self.budget
 
     # --- the plan ----------------------------------------------------------------------------------------------------
 
@@ -329,12 +344,12 @@ class _Planner:
         n_all = tuple(len(c.layers) * self.spec.n_expert for c in common)
         all_bytes = sum(n * c.slot_bytes for n, c in zip(n_all, common, strict=True))
         room = self.budget - self.base(first)
-        floor_kv = self.kv_bytes(first, self.floor_ctx)
+        floor = self.context_bytes(first, self.floor_ctx)
         if not common and not passing:
             return self.finish(first, "dense", (), (), room)
         wanted = self.options.moe_cache_size or round(self.options.moe_cache_rate * sum(n_all))
         is_whole = not passing and (not wanted or wanted >= sum(n_all))
-        if is_whole and self.options.moe_backend not in SPLITS and floor_kv + all_bytes <= room:
+        if is_whole and self.options.moe_backend not in SPLITS and floor + all_bytes <= room:
             return self.finish(first, "fused", common, n_all, room - all_bytes)
         if self.options.moe_backend == "fused":
             if not is_whole:
@@ -343,7 +358,7 @@ class _Planner:
                     "take --moe-backend offload, or leave --moe-cache-size and --moe-cache-rate out"
                 )
             raise OptionError(
-                f"--moe-backend fused: {_mib(floor_kv + all_bytes - room)} of GPU memory are missing for all "
+                f"--moe-backend fused: {_mib(floor + all_bytes - room)} of GPU memory are missing for all "
                 f"{sum(n_all)} experts: take --moe-backend offload, fewer layers (-ngl) or a smaller context (-c)"
             )
         return self.offload(first, common, passing, wanted)
@@ -354,19 +369,19 @@ class _Planner:
         backend = self.options.moe_backend if self.options.moe_backend in SPLITS else "offload"
         room = self.budget - self.base(first) - self.least_slots(passing)
         pass_slots = tuple(min(self.n_min, len(c.layers) * self.spec.n_expert) for c in passing)
-        kv_bytes = self.kv_bytes(first, self.floor_ctx)
+        context = self.context_bytes(first, self.floor_ctx)
         if wanted and common:
-            n_slots = self.wanted_slots(common, wanted, room - kv_bytes)
+            n_slots = self.wanted_slots(common, wanted, room - context)
             taken = sum(n * c.slot_bytes for n, c in zip(n_slots, common, strict=True))
             return self.finish(first, backend, (*common, *passing), (*n_slots, *pass_slots), room - taken)
-        spare = room - self.least_slots(common) - kv_bytes
+        spare = room - self.least_slots(common) - context
         if not self.is_ctx_fixed:
             buffers = N_BUFFERS * self.spec.n_expert * max((c.slot_bytes for c in passing), default=0)
             share = int(spare * KV_SHARE) if common else max(spare - buffers, 0)
-            longer = self.longest_ctx(first, kv_bytes + share)
-            kv_bytes = max(kv_bytes, self.kv_bytes(first, longer))
-        n_slots = slots_per_class(common, self.spec.n_expert, room - kv_bytes, self.n_min)
-        return self.finish(first, backend, (*common, *passing), (*n_slots, *pass_slots), kv_bytes)
+            longer = self.longest_ctx(first, context + share)
+            context = max(context, self.context_bytes(first, longer))
+        n_slots = slots_per_class(common, self.spec.n_expert, room - context, self.n_min)
+        return self.finish(first, backend, (*common, *passing), (*n_slots, *pass_slots), context)
 
     def wanted_slots(self, classes: tuple[SizeClass, ...], wanted: int, room: int) -> tuple[int, ...]:
         """A number of slots shared out as `slots_per_class` shares out bytes."""
@@ -390,10 +405,10 @@ class _Planner:
         return tuple(counts)
 
     def finish(
-        self, first: int, backend: str, classes: tuple[SizeClass, ...], n_slots: tuple[int, ...], kv_room: int
+        self, first: int, backend: str, classes: tuple[SizeClass, ...], n_slots: tuple[int, ...], context_room: int
     ) -> GpuPlan:
-        """The plan whose context may take `kv_room` bytes; the floor is known to fit."""
-        n_ctx = self.n_ctx if self.is_ctx_fixed else max(self.longest_ctx(first, kv_room), self.floor_ctx)
+        """The plan whose context may take `context_room` bytes; the floor is known to fit."""
+        n_ctx = self.n_ctx if self.is_ctx_fixed else max(self.longest_ctx(first, context_room), self.floor_ctx)
         passing = classes[-1].layers if classes and backend in SPLITS and self.classes(first)[1] else ()
         plan = GpuPlan(
             backend=backend,
@@ -411,6 +426,7 @@ class _Planner:
             buffer_bytes=0,
             dense_bytes=self.dense.on_gpu(first),
             kv_bytes=self.kv_bytes(first, n_ctx),
+            room_bytes=self.room_bytes(first, n_ctx),
             free_bytes=self.free_bytes,
             budget_bytes=self.budget,
             n_chunk=self.n_chunk,
@@ -458,7 +474,7 @@ class _Planner:
 
     def shortfall(self, first: int) -> str:
         common, passing = self.classes(first)
-        kv = self.kv_bytes(first, self.floor_ctx)
+        kv = self.context_bytes(first, self.floor_ctx)
         least = self.least_slots((*common, *passing))
         text = (
             f"{_mib(self.missing(first))} of GPU memory are missing: of {_mib(self.free_bytes)} free "
@@ -468,12 +484,12 @@ class _Planner:
         text += f", the least slots for experts {_mib(least)}" if least else ""
         return f"{text}: {' or '.join(self.ways_out(first, kv))}"
 
-    def ways_out(self, first: int, kv_bytes: int) -> list[str]:
+    def ways_out(self, first: int, context: int) -> list[str]:
         ways = []
         fewer = next((f for f in range(first + 1, self.spec.n_layer) if self.missing(f) <= 0), None)
         if fewer is not None:
             ways.append(f"give -ngl {self.spec.n_layer + 1 - fewer}")
-        shorter = self.longest_ctx(first, kv_bytes - self.missing(first))
+        shorter = self.longest_ctx(first, context - self.missing(first))
         if shorter >= PAGE and self.missing(first, shorter) <= 0:
             total = shorter * (self.n_sequences if self.options.n_parallel > 0 else 1)
             ways.append(f"a context of at most -c {total}")

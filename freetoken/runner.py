@@ -17,12 +17,12 @@ import numpy as np
 from freetoken import arch, native, numa
 from freetoken.batch import Batch, Stopped
 from freetoken.cpu.decode import Decoder
-from freetoken.errors import OptionError, RequestError
+from freetoken.errors import RequestError
 from freetoken.gguf import ModelFile
 from freetoken.gpu import ahead
 from freetoken.gpu.driver import Device
 from freetoken.gpu.verdict import choose_device
-from freetoken.kvcache import PAGE, KVCache, KVShape, Sequence, capacity_for, n_pages_for
+from freetoken.kvcache import PAGE, KVCache, KVShape, Sequence, capacity_for, check_cache_types, n_pages_for
 from freetoken.options import EngineOptions
 from freetoken.plan import GpuPlan
 from freetoken.rebuild import CacheChange, CacheStatus, KvStatus, SlotStatus, Statistics
@@ -142,11 +142,7 @@ class Runner:
         Raises ModelFileError for missing or misshapen tensors, OptionError for an unknown cache type, and EngineError
         where the cache cannot be reserved.
         """
-        if options.cache_type_k != options.cache_type_v:
-            raise OptionError(
-                f"cache types {options.cache_type_k} for keys and {options.cache_type_v} for values: give the same "
-                "type for both"
-            )
+        check_cache_types(options)
         self._file, self._numa = file, options.numa
         cpus = numa.place(options.numa)  # before weights are read
         self.n_ctx = n_ctx or options.n_ctx or spec.n_ctx_train

@@ -89,7 +89,8 @@ def test_a_request_runs_on(
         assert isinstance(first, TokenEvent)
         found = served.ok("/v1/cache/rebuild", {"moe_cache_size": 5})
         assert found["slots"]["n_slots"] == 5 and found["seconds"] > 0 and not found["is_rebuilding"]
-        assert found["statistics"]["began_with"] == "rebuild"
+        assert found["statistics"]["began_with"] == "rebuild" and engine.slots()[0].is_processing
+        refused(served, {"n_ctx": 3}, 400, "requests that run or wait hold 1 pages")
         rebuilt = served.ok("/v1/cache/rebuild", {"kv_pages": 5, "moe_cache_rate": 0.67})
         assert (rebuilt["kv"]["n_pages"], rebuilt["slots"]["n_slots"]) == (5, 4)
         assert [first.token, *collect(request).tokens] == wanted

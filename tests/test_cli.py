@@ -325,7 +325,7 @@ def test_names_of_file_types(file_type: tuple[int, str]) -> None:
 def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 0
     assert re.findall(r"^  (\w+(?: kernels)?)  ", capsys.readouterr().out, re.M) == [
-        *("serve", "run", "bench", "bench kernels", "info")
+        *("serve", "run", "bench", "bench kernels", "info", "plan", "convert", "ctl")
     ]
 
 

@@ -27,7 +27,7 @@ from freetoken.engine import Engine
 from freetoken.errors import EngineError
 from freetoken.experts.profile import FOLDER_VARIABLE, look_up
 from freetoken.experts.tables import unmeasured_table
-from freetoken.gguf import open_model
+from freetoken.gguf import Conversion, open_model
 from freetoken.kvcache import PAGE
 from freetoken.options import EngineOptions, ModelOptions
 from freetoken.quants import GgmlType
@@ -65,10 +65,13 @@ class Case:
     long: tuple[int, ...] = LONG
     backend: str = "offload"
     """Where `rate` is given: what becomes of misses."""
+    is_ftw: bool = False
+    """Whether both engines read an FTW file."""
 
     def __str__(self) -> str:
         how = self.backend if self.backend != "offload" else ""
-        return "-".join(str(part) for part in (self.arch, self.file_type, self.rate, how) if part)
+        form = "ftw" if self.is_ftw else ""
+        return "-".join(str(part) for part in (self.arch, self.file_type, self.rate, how, form) if part)
 
 
 @dataclass
@@ -98,6 +101,9 @@ CASES = [
     Case("qwen3moe", "Q4_K_M", 0.5, sizes=MANY, backend="hybrid"),
     Case("qwen3moe", "mixed", 0.7, sizes=MANY, backend="cpu"),
     Case("olmoe", "MXFP4", 0.6, sizes=MANY, backend="hybrid"),
+    Case("qwen2moe", "Q4_K_M", sizes=MANY, is_ftw=True),
+    Case("qwen3moe", "mixed", 0.7, sizes=MANY, is_ftw=True),
+    Case("qwen3moe", "Q6_K", 0.5, sizes=MANY, backend="hybrid", is_ftw=True),
 ]
 KNOWN = {case.file_type for case in CASES}
 TYPES = (
@@ -220,6 +226,10 @@ def running(
 
 def write_and_compare(folder: Path, case: Case) -> Found:
     path = tiny_models.write(folder / f"{case}.gguf", case.arch, file_type=case.file_type, **case.sizes)
+    if case.is_ftw:
+        with open_model(path) as file:
+            Conversion(file, path.with_suffix(".ftw")).run()
+        path = path.with_suffix(".ftw")
     return compare(path, case)
 
 

@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType
 
 from freetoken.gguf import open_model
 from freetoken.gpu.experts import GpuExperts
-from freetoken.gpu.place import Placement, _why_not, make_plan
+from freetoken.gpu.place import Placement, make_plan, why_not
 from freetoken.kernels import matvec
 from freetoken.kernels.compile_ahead import first_of_each_kind
 from freetoken.options import EngineOptions
@@ -154,7 +154,7 @@ def test_types_without_an_integer_form_stay_quantised(codes: Path, monkeypatch: 
     """A step is made ready, and not run."""
     monkeypatch.setattr(GpuExperts, "load_residents", lambda self, pool: None)
     with open_model(codes) as file:
-        assert _why_not(file, read_spec(file)) == ""
+        assert why_not(file, read_spec(file)) == ""
     with both(codes) as (_, gpu):
         assert gpu.gpu is not None and gpu.gpu.experts is not None
         gpu.gpu.decoder.program(2, 2, 5)

@@ -22,6 +22,7 @@ ROWS = [
     ["kvcache", "experts"],
     ["prompt_memory"],
     ["plan"],
+    ["forecast"],
     ["sampler"],
     ["slot"],
     ["blocks", "arch", "cpu", "gpu", "runner"],

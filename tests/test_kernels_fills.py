@@ -165,7 +165,13 @@ def compile_fill(archs: tuple[int, ...], is_slow: bool = False) -> str:
     else:
         constexprs["slow_ptr"] = None
     for i, (unit, is_plain) in enumerate(((4, True), (2, False), (1, False))):
-        signature |= {f"address{i}": "i64", f"bytes{i}": "i32", f"offset{i}": "i32", f"moves{i}_ptr": "*i32"}
+        signature |= {
+            f"address{i}": "i64",
+            f"bytes{i}": "i32",
+            f"stride{i}": "i32",
+            f"offset{i}": "i32",
+            f"moves{i}_ptr": "*i32",
+        }
         signature[f"block_units{i}"] = "i32"
         constexprs |= {f"UNIT{i}": unit, f"ALIGN{i}": 16, f"IS_PLAIN{i}": is_plain}
     name = "freetoken.kernels.fills", "_fill"

@@ -97,7 +97,8 @@ def plan(name: str, gib: float, *, batch: int = 4, sequences: int = 4, **wishes:
 def check(p: GpuPlan, spec: ModelSpec, batch: int) -> None:
     """What holds for every plan."""
     assert p.used_bytes <= p.budget_bytes <= p.free_bytes
-    assert p.used_bytes == p.dense_bytes + p.kv_bytes + p.slots_bytes + p.own_buffers_bytes + p.scratch_bytes
+    context = p.kv_bytes + p.room_bytes
+    assert p.used_bytes == p.dense_bytes + context + p.slots_bytes + p.own_buffers_bytes + p.scratch_bytes
     n_min = 2 * batch * spec.n_expert_used
     for c, n in zip(p.classes, p.n_slots, strict=True):
         n_all = len(c.layers) * spec.n_expert

@@ -67,8 +67,9 @@ def weight(kind: Type, rows: int, cols: int, rng: np.random.Generator, *, bias: 
 def values_of(pool: Pool, w: Weight) -> np.ndarray:
     """fp64 [rows, cols] of all its rows."""
     native.can_decode(w.type)
-    out = np.empty((len(w.data), w.cols), np.float32)
-    pool.dequantize(w.type, w.data, out)
+    rows = w.data.reshape(-1, w.row_bytes)
+    out = np.empty((len(rows), w.cols), np.float32)
+    pool.dequantize(w.type, rows, out)
     return out.astype(np.float64)
 
 
@@ -182,7 +183,8 @@ N_EXPERT, N_USED, D, FF = 6, 3, 512, 256
 def bank_of(kinds: tuple[Type, Type, Type], rng: np.random.Generator) -> Experts:
     shapes = (FF, D), (FF, D), (D, FF)
     stacked = [weight(kind, N_EXPERT * rows, cols, rng) for kind, (rows, cols) in zip(kinds, shapes, strict=True)]
-    parts = (Weight("w", w.type, len(w.data) // N_EXPERT, w.cols, w.row_bytes, w.data) for w in stacked)
+    banks = [w.data.reshape(N_EXPERT, -1, w.row_bytes) for w in stacked]
+    parts = (Weight("w", w.type, b.shape[1], w.cols, w.row_bytes, b) for w, b in zip(stacked, banks, strict=True))
     return Experts(N_EXPERT, N_USED, *parts)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from freetoken import native
 from freetoken.blocks import Act, Experts, Norm, Ops, RopeTable, Weight
 from freetoken.errors import UnsupportedModelError
-from freetoken.gguf import ModelFile
+from freetoken.gguf import ModelFile, Tensor
 from freetoken.spec import ModelSpec
 
 __all__ = ["Attention", "DenseFFN", "Layer", "MoE", "Ropes", "SharedExpertMoE", "Transformer", "Weights"]
@@ -34,19 +34,24 @@ class Weights:
 
     def matrix(self, name: str) -> Weight:
         """A matrix, with its bias where the file has one."""
-        weight = self.stacked(name, 1)
+        t = self._tensor(name)
+        weight = Weight(t.name, t.type, t.rows, t.shape[0], t.row_bytes, t.data)
         bias = f"{self._prefix}{name}.bias"
         return replace(weight, bias=self._vector(bias)) if bias in self._file.tensors else weight
 
     def stacked(self, name: str, n: int) -> Weight:
         """n matrices in one tensor."""
+        t = self._tensor(name)
+        return Weight(t.name, t.type, t.rows // n, t.shape[0], t.row_bytes, t.stacked(n))
+
+    def _tensor(self, name: str) -> Tensor:
         t = self._file.tensor(f"{self._prefix}{name}.weight")
         if not native.can_decode(t.type):
             raise UnsupportedModelError(
                 f"{self._file.path}: tensor {t.name!r} has the type {t.type_name}, which neither our kernels nor the "
                 "installed llama-cpp-python decode: convert the file to another type, or update llama-cpp-python"
             )
-        return Weight(t.name, t.type, t.rows // n, t.shape[0], t.row_bytes, t.data)
+        return t
 
     def norm(self, name: str) -> Norm:
         full = f"{self._prefix}{name}.weight"

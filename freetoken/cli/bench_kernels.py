@@ -184,7 +184,7 @@ def _measure(banks: list[ExpertBank], n_threads: int, least: int, repetitions: i
     cpus = physical_cpus()
     with Pool(n_threads, cpus[:n_threads] if n_threads <= len(cpus) else None) as pool:
         works: dict[str, Callable[[], object]] = {
-            "dram": lambda: [pool.read(tensor) for bank in banks for tensor in bank.tensors],
+            "dram": lambda: [pool.read(rows) for bank in banks for some in bank.pieces for rows in some],
             "two": _program(pool, banks, planes=2).run,
             "one": _program(pool, banks, planes=1).run,
         }
@@ -252,12 +252,14 @@ def _program(pool: Pool, banks: list[ExpertBank], planes: int) -> Program:
         for cls, act in zip(classes, acts, strict=True):
             if act is not None and (step == 0 or cls == classes[0]):
                 program.add(native.OP_QUANTIZE, 1, p=(x, act), i=(cls, bank.d, planes, bank.d))
-        strides = [tensor.shape[1] for tensor in at.tensors]
+        row_bytes = [tensor.shape[-1] for tensor in at.tensors]
+        starts = [some[0] for some in at.pieces]
+        stride = native.expert_stride(at.tensors) if at.gate.ndim == 3 else 0
         program.add(
             native.OP_EXPERTS,
             1,
-            p=(x, np.ascontiguousarray(ids), merge, *at.tensors, rows, y, scratch, *acts),
-            i=(at.n_expert, len(ids), at.d, at.ff, *at.types, *strides, 0, planes),
+            p=(x, np.ascontiguousarray(ids), merge, *starts, rows, y, scratch, *acts),
+            i=(at.n_expert, len(ids), at.d, at.ff, *at.types, *row_bytes, 0, planes, stride),
         )
     return program
 
@@ -267,11 +269,11 @@ def _ggml_rows(pool: Pool, banks: list[ExpertBank]) -> Callable[[], object] | No
     kernels = [quants.ggml_row_kernel(type_id) for type_id in banks[0].types]
     calls = []
     for bank in banks:
-        for kernel, tensor, n_cols in zip(kernels, bank.tensors, (bank.d, bank.d, bank.ff), strict=True):
+        for kernel, some, n_cols in zip(kernels, bank.pieces, (bank.d, bank.d, bank.ff), strict=True):
             if kernel is None:
                 return None
             act = kernel.activation(np.random.default_rng(2).standard_normal(n_cols, np.float32))
-            calls.append((kernel.vec_dot, tensor, n_cols, act, np.zeros(len(tensor), np.float32)))
+            calls += [(kernel.vec_dot, rows, n_cols, act, np.zeros(len(rows), np.float32)) for rows in some]
 
     def work() -> None:
         for call in calls:

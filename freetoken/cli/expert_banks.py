@@ -42,7 +42,8 @@ RANDOM_TYPES: tuple[GgmlType, ...] = (*_FACTORS, *_FLOATS)
 
 @dataclass(frozen=True)
 class ExpertBank:
-    """One layer's experts in a mapped file; tensors are uint8 [rows, row_bytes]."""
+    """One layer's experts in a mapped file; tensors are uint8 [rows, row_bytes], or of an FTW file [n_expert, rows of
+    one, row_bytes] with gaps between experts."""
 
     types: tuple[int, int, int]
     n_expert: int
@@ -55,6 +56,11 @@ class ExpertBank:
     @property
     def tensors(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return self.gate, self.up, self.down
+
+    @property
+    def pieces(self) -> list[tuple[np.ndarray, ...]]:
+        """For each tensor all its rows, uint8 [rows, row_bytes] without gaps."""
+        return [tuple(tensor) if tensor.ndim == 3 else (tensor,) for tensor in self.tensors]
 
     @property
     def n_bytes(self) -> int:

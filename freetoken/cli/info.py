@@ -65,6 +65,8 @@ class Info:
     files: list[FileInfo]
     n_bytes: int
     gguf_version: int
+    ftw_version: int | None
+    """None for a GGUF file."""
     architecture: str | None
     supported: bool
     problem: str | None
@@ -148,6 +150,7 @@ def read_info(model: ModelFile) -> Info:
         files=[FileInfo(str(s.path), s.n_bytes, len(s.tensors)) for s in model.shards],
         n_bytes=model.n_bytes,
         gguf_version=model.shards[0].version,
+        ftw_version=None if model.shards[0].ftw is None else model.shards[0].ftw.version,
         architecture=arch,
         supported=problem is None,
         problem=problem,
@@ -259,7 +262,7 @@ def _table(info: Info) -> list[str]:
     """The facts in lines of text."""
     rows = [
         *(("file", f"{f.path} ({_size(f.n_bytes)}, {f.n_tensors} tensors)") for f in info.files),
-        ("size", f"{_size(info.n_bytes)} in {len(info.files)} file(s), GGUF {info.gguf_version}"),
+        ("size", f"{_size(info.n_bytes)} in {len(info.files)} file(s), {_format(info)}"),
         ("architecture", info.architecture),
         ("supported", "yes" if info.supported else f"no: {info.problem}"),
         ("name", info.name),
@@ -279,6 +282,10 @@ def _table(info: Info) -> list[str]:
     for g in info.groups:
         lines.append(f"{g.group:<16}{g.type:<10}{g.n_tensors:>8}{g.n_params:>15,}{g.n_bytes / _MIB:>12.2f}")
     return lines
+
+
+def _format(info: Info) -> str:
+    return f"GGUF {info.gguf_version}" if info.ftw_version is None else f"FTW {info.ftw_version}"
 
 
 def _parameters(info: Info) -> str:

@@ -20,6 +20,8 @@ _COMMANDS = {
     "run": "chat in the terminal, or answer one prompt",
     "bench": "measure prompt and generation speed",
     "info": "show what a model file holds",
+    "plan": "show what of a model would go where on a machine, without loading it",
+    "convert": "write a model as FTW, our weight format, and check such files",
     "ctl": "show or rebuild the caches of a running server",
 }
 _SUB_COMMANDS = {

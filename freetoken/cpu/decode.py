@@ -357,9 +357,9 @@ class Recorder:
                 x.address,
                 ids.address,
                 weights.address,
-                gate.data,
-                up.data,
-                down.data,
+                gate.data[0],
+                up.data[0],
+                down.data[0],
                 rows.address,
                 y.address,
                 scratch.address,
@@ -379,6 +379,7 @@ class Recorder:
                 down.row_bytes,
                 native.ACTIVATIONS[activation],
                 self._n_planes,
+                bank.stride,
             ),
         )
         return y

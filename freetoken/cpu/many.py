@@ -51,7 +51,8 @@ def mix_experts(
     y = np.empty((n, d), np.float32)
     banks = bank.gate, bank.up, bank.down
     types, row_bytes = [b.type for b in banks], [b.row_bytes for b in banks]
-    fields = bank.n_expert, bank.n_used, d, bank.gate.rows, *types, *row_bytes, native.ACTIVATIONS[activation]
+    sizes = bank.n_expert, bank.n_used, d, bank.gate.rows
+    fields = *sizes, *types, *row_bytes, native.ACTIVATIONS[activation], 0, bank.stride
     step = max(MAX_PAIRS // bank.n_used, 1)
     for first in range(0, n, step):
         some = slice(first, min(first + step, n))

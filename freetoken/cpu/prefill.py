@@ -120,7 +120,7 @@ class PrefillOps:
         if many.can_multiply(weight):
             return torch.from_numpy(many.multiply(self._pool, weight, x.contiguous().numpy()))
         y = torch.empty(x.shape[0], weight.rows)
-        self._multiply(x, weight, 0, weight.rows, y)
+        self._multiply(x, weight, weight.data, y)
         if weight.bias is not None:
             y += torch.from_numpy(weight.bias)
         return y
@@ -128,19 +128,19 @@ class PrefillOps:
     def head(self, x: Tensor, weight: Weight) -> Tensor:
         return torch.from_numpy(self._head_logits(x.contiguous().numpy(), weight))
 
-    def _multiply(self, x: Tensor, weight: Weight, first: int, last: int, y: Tensor) -> None:
-        """y[n, last - first] = x @ rows first..last of the weight, transposed."""
+    def _multiply(self, x: Tensor, weight: Weight, data: np.ndarray, y: Tensor) -> None:
+        """y[n, rows] = x times the weight's rows in `data` [rows, row_bytes], transposed."""
         if x.shape[0] == 0:
             return
         cols = weight.cols
         step = max(TILE_VALUES // cols, 1)
         if step * cols > self._tile.size:
             self._tile = np.empty(step * cols, np.float32)
-        for row in range(first, last, step):
-            end = min(row + step, last)
+        for row in range(0, len(data), step):
+            end = min(row + step, len(data))
             tile = self._tile[: (end - row) * cols].reshape(end - row, cols)
-            self._pool.dequantize(weight.type, weight.data[row:end], tile)
-            torch.mm(x, torch.from_numpy(tile).t(), out=y[:, row - first : end - first])
+            self._pool.dequantize(weight.type, data[row:end], tile)
+            torch.mm(x, torch.from_numpy(tile).t(), out=y[:, row:end])
 
     # --- row by row ----------------------------------------------------------------------------------------------
 
@@ -327,7 +327,7 @@ class PrefillOps:
 
     def _expert_linear(self, x: Tensor, bank: Weight, expert: int) -> Tensor:
         y = torch.empty(x.shape[0], bank.rows)
-        self._multiply(x, bank, expert * bank.rows, (expert + 1) * bank.rows, y)
+        self._multiply(x, bank, bank.data[expert], y)
         return y
 
 

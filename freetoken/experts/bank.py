@@ -1,8 +1,11 @@
 """Where the routed experts lie in the mapped file, and which pages of it to register for the GPU. No torch.
 
-A bank is one tensor of a layer's experts, one after another. Banks start at multiples of the file's alignment (32), so
-neighbours share pages, and a page can be registered once only: `pin_plan` gives every page to one range. Ranges belong
-to layers, so that a system which refuses some still serves the other layers from the pool.
+A bank is one matrix of all experts of a layer. In a GGUF file it is a tensor, its experts one after another, and banks
+start at multiples of the file's alignment (32), so neighbours share pages; in an FTW file gate, up and down of an
+expert lie side by side in a record, and the banks of a layer are interleaved (`Run` says which memory is one piece).
+
+A page can be registered once only: `pin_plan` gives every page to one range. Ranges belong to layers, so that a system
+which refuses some still serves the other layers from the pool.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from freetoken.errors import ModelFileError
+from freetoken.errors import EngineError, ModelFileError
 from freetoken.gguf import ModelFile
+from freetoken.native import expert_stride
 from freetoken.spec import ModelSpec
 
-__all__ = ["Bank", "LayerBanks", "PinPlan", "Span", "expert_banks", "pin_plan"]
+__all__ = ["Bank", "LayerBanks", "PinPlan", "Run", "Span", "expert_banks", "pin_plan"]
 
 _NAMES = ("gate", "up", "down")
 
@@ -38,7 +42,7 @@ class Span:
 @dataclass(frozen=True)
 class Bank:
     """One matrix of every expert of a layer: [rows, cols] of a type. `data` is a view of the mapping, uint8 [n_expert,
-    expert_bytes]; `span` its place in the file."""
+    expert_bytes], each expert contiguous; `span` its place in the file, from the first byte to the last."""
 
     name: str
     type: int
@@ -56,8 +60,31 @@ class Bank:
         return int(self.data.shape[1])
 
     @property
+    def stride(self) -> int:
+        """Bytes from one expert to the next."""
+        return int(self.data.strides[0])
+
+    @property
     def address(self) -> int:
         """Of expert 0; the same for the GPU once its pages are registered."""
+        return int(self.data.ctypes.data)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Memory of a layer that is copied as one piece, whichever experts follow one another: a bank, or all banks that
+    are interleaved. `data` uint8 [n_expert, n] is contiguous; `starts` says by the bank's number where a bank's matrix
+    begins in an expert's part."""
+
+    data: np.ndarray = field(repr=False)
+    starts: dict[int, int]
+
+    @property
+    def stride(self) -> int:
+        return int(self.data.shape[1])
+
+    @property
+    def address(self) -> int:
         return int(self.data.ctypes.data)
 
 
@@ -76,6 +103,25 @@ class LayerBanks:
     def spans(self) -> tuple[Span, ...]:
         return tuple(bank.span for bank in self.banks)
 
+    @property
+    def stride(self) -> int:
+        """As the native operation for experts takes it: see `native.expert_stride`."""
+        return expert_stride([bank.data for bank in self.banks])
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """All memory of the layer."""
+        if not self.stride:
+            return tuple(Run(bank.data, {i: 0}) for i, bank in enumerate(self.banks))
+        first = min(self.banks, key=lambda bank: bank.address)
+        starts = {i: bank.address - first.address for i, bank in enumerate(self.banks)}
+        end = max(starts[i] + bank.expert_bytes for i, bank in enumerate(self.banks))
+        if end > self.stride:
+            raise EngineError(f"layer {self.layer}: its experts take {end} bytes, but lie {self.stride} bytes apart")
+        shape = first.n_expert, self.stride  # a record ends where the next begins
+        data = np.lib.stride_tricks.as_strided(first.data, shape, (self.stride, 1), writeable=False)
+        return (Run(data, starts),)
+
 
 def expert_banks(spec: ModelSpec, model: ModelFile) -> tuple[LayerBanks | None, ...]:
     """The banks of every layer of the trunk, None for a layer without routed experts."""
@@ -92,10 +138,12 @@ def expert_banks(spec: ModelSpec, model: ModelFile) -> tuple[LayerBanks | None, 
 
 def _bank(model: ModelFile, name: str, n_expert: int) -> Bank:
     tensor = model.tensor(name)
-    if n_expert < 1 or tensor.rows % n_expert:
-        raise ModelFileError(f"{model.path}: tensor {name!r} has {tensor.rows} rows, no multiple of {n_expert} experts")
-    data = tensor.data.reshape(n_expert, -1)
-    span = Span(tensor.shard, tensor.offset, tensor.n_bytes)
+    try:
+        data = tensor.stacked(n_expert).reshape(n_expert, -1)
+    except ValueError as error:
+        raise ModelFileError(f"{model.path}: {error}: expected {n_expert} experts") from None
+    extent = (n_expert - 1) * int(data.strides[0]) + int(data.shape[1])
+    span = Span(tensor.shard, tensor.offset, extent)
     return Bank(name, tensor.type, tensor.rows // n_expert, tensor.shape[0], data, span)
 
 

@@ -215,19 +215,19 @@ class CpuSide:
         acts = [native.aligned(native.act_bytes(cls, gate.cols, 1)) if cls else None for cls in classes]
         is_shared = classes[0] == classes[1]
         types = [bank.type for bank in (gate, up, down)]
-        strides = [quants.row_bytes(bank.type, bank.cols) for bank in (gate, up, down)]
+        row_bytes = [quants.row_bytes(bank.type, bank.cols) for bank in (gate, up, down)]
         chosen = [self._choices.next(n).copy() for _ in range(n_steps)]
         for ids in chosen:
             layer = self._layers[int(self._rng.integers(len(self._layers)))]
             for cls, act in zip(classes[: 1 if is_shared else 2], acts, strict=False):
                 if act is not None:
                     program.add(native.OP_QUANTIZE, 1, p=(x, act), i=(cls, gate.cols, self._n_planes, gate.cols))
-            data = [bank.data for bank in layer.banks]
+            data = [bank.data[0] for bank in layer.banks]
             program.add(
                 native.OP_EXPERTS,
                 1,
                 p=(x, ids, merge, *data, rows, y, scratch, acts[0], None if is_shared else acts[1]),
-                i=(self.most, n, gate.cols, gate.rows, *types, *strides, 0, self._n_planes),
+                i=(self.most, n, gate.cols, gate.rows, *types, *row_bytes, 0, self._n_planes, layer.stride),
             )
         return program, chosen
 
@@ -235,7 +235,7 @@ class CpuSide:
 def read_gbs(pool: Pool, layers: Sequence[LayerBanks], budget_s: float = 0.2) -> float:
     """GB/s of threads that only read the banks, the best of several; before that all are read once, which brings a
     file's pages in."""
-    banks = [bank.data for layer in layers for bank in layer.banks]
+    banks = [run.data for layer in layers for run in layer.runs]
     for data in banks:
         pool.read(data)
     best, turn, began = 0.0, 0, time.perf_counter()

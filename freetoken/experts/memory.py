@@ -58,7 +58,7 @@ class SlotMemory:
             sizes = _matrix_bytes(layer)
             self.offsets[i] = tuple(sum(sizes[:n]) for n in range(len(sizes)))
             self._banks[i] = tuple(
-                fill_bank(bank.type, bank.rows, bank.cols, bank.address, at, device)
+                fill_bank(bank.type, bank.rows, bank.cols, bank.address, at, device, bank.stride)
                 for bank, at in zip(layer.banks, self.offsets[i], strict=True)
             )
 

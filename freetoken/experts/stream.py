@@ -23,7 +23,7 @@ import torch
 
 from freetoken import native
 from freetoken.errors import EngineError
-from freetoken.experts.bank import Bank, LayerBanks
+from freetoken.experts.bank import LayerBanks, Run
 
 __all__ = ["ExpertPool", "ExpertStream", "Part", "choose_plan"]
 
@@ -145,8 +145,8 @@ class CudaCopies(HostCopies):
 
 @dataclass(frozen=True)
 class Unit:
-    """Experts [first, end) of a layer, copied together. `regions`: where each bank's first one stands in a buffer; none
-    where a buffer holds no expert."""
+    """Experts [first, end) of a layer, copied together. `regions`: where the first one stands in a buffer, for each run
+    of the layer's memory; none where a buffer holds no expert."""
 
     layer: int
     first: int
@@ -201,7 +201,8 @@ class ExpertStream:
         self._first = -(-pool.staging.data_ptr() // ALIGNMENT) * ALIGNMENT
         n_bytes = pool.staging.numel() - (self._first - pool.staging.data_ptr())
         self._buffer_bytes = max(n_bytes, 0) // 2 // ALIGNMENT * ALIGNMENT
-        self._bank_cuts = {i: self._cuts(layer) for i, layer in enumerate(pool.layers) if layer is not None}
+        self._runs = {i: layer.runs for i, layer in enumerate(pool.layers) if layer is not None}
+        self._run_cuts = {i: self._cuts(layer) for i, layer in enumerate(pool.layers) if layer is not None}
         self._units = {i: self._units_of(i, layer) for i, layer in enumerate(pool.layers) if layer is not None}
         if any(len(units) > 1 for units in self._units.values()):
             logger.warning(
@@ -305,20 +306,20 @@ class ExpertStream:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _cuts(self, layer: LayerBanks) -> list[list[int]]:
-        """For each bank the bytes, from its start, at which a copy must not go on."""
+        """For each run the bytes, from its start, at which a copy must not go on."""
         edges = sorted(self._pool.edges)
-        return [[e - bank.address for e in edges if 0 < e - bank.address < bank.data.nbytes] for bank in layer.banks]
+        return [[e - run.address for e in edges if 0 < e - run.address < run.data.nbytes] for run in layer.runs]
 
     def _units_of(self, number: int, layer: LayerBanks) -> list[Unit]:
         n_expert = layer.banks[0].n_expert
-        slack = len(layer.banks) * ALIGNMENT
-        n = min(n_expert, max(self._buffer_bytes - slack, 0) // layer.expert_bytes)
+        slack = len(layer.runs) * ALIGNMENT
+        n = min(n_expert, max(self._buffer_bytes - slack, 0) // sum(run.stride for run in layer.runs))
         if n == 0:  # no harm where every expert has a slot
             return [Unit(number, 0, n_expert, ())]
         regions, at = [], 0
-        for bank in layer.banks:
+        for run in layer.runs:
             regions.append(at)
-            at += -(-n * bank.expert_bytes // ALIGNMENT) * ALIGNMENT
+            at += -(-n * run.stride // ALIGNMENT) * ALIGNMENT
         return [Unit(number, i, min(i + n, n_expert), tuple(regions)) for i in range(0, n_expert, n)]
 
     def _missing(self, unit: Unit) -> np.ndarray:
@@ -353,19 +354,19 @@ class ExpertStream:
         return self._first + buffer * self._buffer_bytes
 
     def _copy(self, unit: Unit, wanted: np.ndarray, staged: Staged) -> None:
-        banks = _banks(self._pool.layers[unit.layer]).banks
         if not unit.regions:
+            n_bytes = sum(run.stride for run in self._runs[unit.layer])
             raise EngineError(
                 f"the GPU memory for streaming ({2 * self._buffer_bytes} bytes) does not hold two experts of layer "
-                f"{unit.layer} ({sum(bank.expert_bytes for bank in banks)} bytes each): give the cache more slots"
+                f"{unit.layer} ({n_bytes} bytes each): give the cache more slots"
             )
         n = unit.end - unit.first
         edges = np.linspace(0, n, N_SLICES + 1).astype(int) if n >= 4 * N_SLICES else np.array([0, n])
-        runs = np.concatenate([_runs(wanted[a:b]) + a for a, b in itertools.pairwise(edges)])
+        wanted_runs = np.concatenate([_runs(wanted[a:b]) + a for a, b in itertools.pairwise(edges)])
         copies, slices = [], []
-        for bank, region, cuts in zip(banks, unit.regions, self._bank_cuts[unit.layer], strict=True):
-            mine = _copies(bank, runs, unit.first, self._start(staged.buffer) + region, cuts)
-            experts = (mine[:, 1] - np.uint64(bank.address)) // np.uint64(bank.expert_bytes)
+        for run, region, cuts in zip(self._runs[unit.layer], unit.regions, self._run_cuts[unit.layer], strict=True):
+            mine = _copies(run, wanted_runs, unit.first, self._start(staged.buffer) + region, cuts)
+            experts = (mine[:, 1] - np.uint64(run.address)) // np.uint64(run.stride)
             copies.append(mine)
             slices.append(np.searchsorted(edges, experts.astype(np.int64) - unit.first, side="right") - 1)
         listed, of_slice = np.concatenate(copies), np.concatenate(slices)
@@ -385,14 +386,14 @@ class ExpertStream:
         if pool is not None and is_slot.any():
             starts = pool.data_ptr() + slots * pool.shape[1]
             addresses[:] = np.where(is_slot, starts + np.array(self._pool.offsets[unit.layer])[:, None], 0)
-        bases = []
-        for i, bank in enumerate(banks):
-            base = 0
-            if staged is not None:
-                base = self._start(staged.buffer) + unit.regions[i] - unit.first * bank.expert_bytes
-                there = staged.experts & ~is_slot
-                addresses[i] += np.where(there, base + np.arange(unit.first, unit.end) * bank.expert_bytes, 0)
-            bases.append(base)
+        bases = [0] * len(banks)
+        if staged is not None:
+            there = staged.experts & ~is_slot
+            for run, region in zip(self._runs[unit.layer], unit.regions, strict=True):
+                experts = np.arange(unit.first, unit.end) * run.stride
+                for i, start in run.starts.items():
+                    bases[i] = self._start(staged.buffer) + region + start - unit.first * run.stride
+                    addresses[i] += np.where(there, bases[i] + experts, 0)
         return Part(unit.first, unit.end, addresses, is_slot, self, staged, tuple(bases))
 
 
@@ -407,12 +408,12 @@ def _runs(wanted: np.ndarray) -> np.ndarray:
     return np.asarray(edges.reshape(-1, 2))
 
 
-def _copies(bank: Bank, runs: np.ndarray, first: int, to: int, cuts: Sequence[int]) -> np.ndarray:
+def _copies(run: Run, runs: np.ndarray, first: int, to: int, cuts: Sequence[int]) -> np.ndarray:
     """uint64 [n, 3] of (device address, host address, bytes) for runs of experts of a unit that begins with `first`.
 
-    `cuts`: bytes of the bank at which a copy ends and another begins.
+    `cuts`: bytes of the run at which a copy ends and another begins.
     """
-    size = bank.expert_bytes
+    size = run.stride
     ranges = (runs + first) * size
     for cut in cuts:
         i = int(np.searchsorted(ranges[:, 1], cut, side="right"))
@@ -420,4 +421,4 @@ def _copies(bank: Bank, runs: np.ndarray, first: int, to: int, cuts: Sequence[in
             ranges = np.insert(ranges, i, [ranges[i, 0], cut], axis=0)
             ranges[i + 1, 0] = cut
     start, end = ranges[:, 0], ranges[:, 1]
-    return np.stack([to + start - first * size, bank.address + start, end - start], axis=1).astype(np.uint64)
+    return np.stack([to + start - first * size, run.address + start, end - start], axis=1).astype(np.uint64)

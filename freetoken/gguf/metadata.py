@@ -12,7 +12,7 @@ import numpy as np
 from freetoken.errors import ModelFileError
 from freetoken.gguf.cursor import Cursor
 
-__all__ = ["Metadata", "StringArray", "Value", "read_metadata"]
+__all__ = ["Metadata", "StringArray", "Value", "entry_bytes", "read_metadata"]
 
 STRING, ARRAY = 8, 9
 _TYPE_NAMES = ("u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "string", "array", "u64", "i64", "f64")
@@ -197,6 +197,17 @@ def read_metadata(cursor: Cursor, n: int) -> Metadata:
         cursor.what = f"key {key!r}"
         entries[key] = _read_value(cursor)
     return Metadata(cursor.where, entries)
+
+
+def entry_bytes(cursor: Cursor, n: int) -> dict[str, bytes]:
+    """n entries at the cursor as they are stored, by their keys."""
+    entries = {}
+    for _ in range(n):
+        start = cursor.pos
+        key = cursor.name(MAX_KEY_BYTES)
+        _read_value(cursor)
+        entries[key] = bytes(cursor.buffer[start : cursor.pos])
+    return entries
 
 
 def _read_value(cursor: Cursor) -> _Entry:

@@ -1,7 +1,8 @@
 """A model: one file, or all files of a split model, found from whichever of them was named.
 
-Names of a split model end in `-00001-of-0000N.gguf`. They are taken from the path as given and never from what a link
-points to: download caches link such names to files named by hash.
+A file is a GGUF or an FTW file, as its first bytes say. Names of a split model end in `-00001-of-0000N.gguf` or `.ftw`.
+They are taken from the path as given and never from what a link points to: download caches link such names to files
+named by hash.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from types import TracebackType
 from typing import Self
 
 from freetoken.errors import MissingShardError, ModelFileError
+from freetoken.gguf.ftw import read_ftw
+from freetoken.gguf.ftw_header import HEADER_BYTES, is_ftw
 from freetoken.gguf.metadata import Metadata
-from freetoken.gguf.shard import Shard, Tensor, open_shard
+from freetoken.gguf.shard import Shard, Tensor, map_file, read_shard
 
 __all__ = ["ModelFile", "open_model"]
 
-_SPLIT_NAME = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+_SPLIT_NAME = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf|\.ftw)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -65,17 +68,31 @@ def open_model(path: str | Path) -> ModelFile:
     path = Path(path)
     if _is_dir(path):
         path = _pick(path)
-    given = open_shard(path)
-    count = given.metadata.get_int("split.count", 1, high=65535)
+    given = _open(path)
+    number, count = _split(given)
     if count <= 1:
         return ModelFile(path, (given,), given.metadata, given.tensors)
     paths = _shard_paths(given, count)
-    number = given.metadata.get_int("split.no", high=65535)
     given.close()
     if number >= count or paths[number] != path:
         raise ModelFileError(f"{path}: 'split.no' says file {number + 1} of {count}, which its name does not")
-    shards = tuple(open_shard(p, i) for i, p in enumerate(paths))
+    shards = tuple(_open(p, i) for i, p in enumerate(paths))
     return ModelFile(paths[0], shards, shards[0].metadata, _merge(shards))
+
+
+def _open(path: Path, index: int = 0) -> Shard:
+    """One file of either kind."""
+    handle = map_file(path)
+    return read_ftw(path, handle, index) if is_ftw(handle[:HEADER_BYTES]) else read_shard(path, handle, index)
+
+
+def _split(shard: Shard, *, is_part: bool = False) -> tuple[int, int]:
+    """Which file of how many this one is; one that `is_part` of a model has to say so."""
+    if shard.ftw is not None:
+        return shard.ftw.number, shard.ftw.count
+    if not is_part and shard.metadata.get_int("split.count", 1, high=65535) <= 1:
+        return 0, 1
+    return shard.metadata.get_int("split.no", high=65535), shard.metadata.get_int("split.count", high=65535)
 
 
 def _is_dir(path: Path) -> bool:
@@ -88,7 +105,7 @@ def _is_dir(path: Path) -> bool:
 def _pick(folder: Path) -> Path:
     """The one model of a folder: its only file, or the first of its only split model (projectors do not count)."""
     try:
-        files = sorted(p for p in folder.iterdir() if p.suffix == ".gguf" and not p.name.startswith("mmproj"))
+        files = sorted(p for p in folder.iterdir() if p.suffix in (".gguf", ".ftw") and not p.name.startswith("mmproj"))
     except OSError as error:
         raise ModelFileError(f"{folder}: the folder cannot be read: {error.strerror}") from error
     models: dict[str, Path] = {}
@@ -96,7 +113,7 @@ def _pick(folder: Path) -> Path:
         match = _SPLIT_NAME.fullmatch(file.name)
         models.setdefault(f"{match['prefix']} ({int(match['count'])} files)" if match else file.name, file)
     if not models:
-        raise ModelFileError(f"{folder}: a folder without a .gguf file: name the model file")
+        raise ModelFileError(f"{folder}: a folder without a .gguf file (or .ftw): name the model file")
     if len(models) > 1:
         names = ", ".join(list(models)[:10]) + (", ..." if len(models) > 10 else "")
         raise ModelFileError(f"{folder}: a folder with {len(models)} models, name one of them: {names}")
@@ -109,9 +126,10 @@ def _shard_paths(given: Shard, count: int) -> list[Path]:
     if match is None or int(match["count"]) != count:
         raise ModelFileError(
             f"{given.path}: this is one of {count} files of a split model, but its name does not end in "
-            f"-0000N-of-{count:05d}.gguf, so the others cannot be found: restore the names"
+            f"-0000N-of-{count:05d}{given.path.suffix}, so the others cannot be found: restore the names"
         )
-    paths = [given.path.with_name(f"{match['prefix']}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
+    file_names = (f"{match['prefix']}-{i + 1:05d}-of-{count:05d}{match['suffix']}" for i in range(count))
+    paths = [given.path.with_name(name) for name in file_names]
     missing = [p.name for p in paths if not p.exists()]
     if missing:
         names = ", ".join(missing[:10]) + (", ..." if len(missing) > 10 else "")
@@ -125,12 +143,14 @@ def _merge(shards: tuple[Shard, ...]) -> dict[str, Tensor]:
     """All tensors of a split model, its counts checked."""
     tensors: dict[str, Tensor] = {}
     for i, shard in enumerate(shards):
-        number, count = (shard.metadata.get_int(key, high=65535) for key in ("split.no", "split.count"))
+        number, count = _split(shard, is_part=True)
         if (number, count) != (i, len(shards)):
             raise ModelFileError(
                 f"{shard.path}: the metadata says file {number + 1} of {count}, expected {i + 1} of {len(shards)}: "
                 "files of different models are mixed"
             )
+        if (shard.ftw and shard.ftw.set_id) != (shards[0].ftw and shards[0].ftw.set_id):
+            raise ModelFileError(f"{shard.path}: from another conversion than {shards[0].path.name}: convert again")
         for name, tensor in shard.tensors.items():
             if name in tensors:
                 raise ModelFileError(f"{shard.path}: tensor {name!r} is in {shards[tensors[name].shard].path.name} too")

@@ -67,7 +67,7 @@ class GpuFills:
         offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         self._banks = [
             [
-                fill_bank(bank.type, bank.rows, bank.cols, bank.address, at, device)
+                fill_bank(bank.type, bank.rows, bank.cols, bank.address, at, device, bank.stride)
                 for bank, at in zip(layer.banks, offsets, strict=True)
             ]
             for layer in layers
@@ -135,7 +135,7 @@ def copy_gbs(layers: Sequence[LayerBanks], device: torch.device, edges: Sequence
     none."""
     if device.type != "cuda":
         return 0.0
-    data = layers[0].banks[0].data
+    data = layers[0].runs[0].data
     n_bytes = min(data.nbytes, COPY_BYTES)
     target = torch.empty(n_bytes, dtype=torch.uint8, device=device)
     runs = copies(data.ctypes.data, target.data_ptr(), n_bytes, edges)

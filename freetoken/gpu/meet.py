@@ -266,6 +266,7 @@ class Meetings:
                 *(quants.row_bytes(bank.type, bank.cols) for bank in (gate, up, down)),
                 native.ACTIVATIONS[activation],
                 self._n_planes,
+                layer_banks.stride,
             ),
         )
         return program

@@ -18,7 +18,7 @@ from freetoken.plan import GpuPlan, dense_bytes, plan_gpu
 from freetoken.quants import type_name
 from freetoken.spec import ModelSpec
 
-__all__ = ["Placement", "make_plan", "place"]
+__all__ = ["Placement", "make_plan", "place", "why_not"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def place(
     start: Start | None = None,
 ) -> Placement | None:
     """The plan for a card, None where all layers run on the CPU. Raises OptionError where memory is missing."""
-    reason = _why_not(file, spec)
+    reason = why_not(file, spec)
     if reason:
         logger.warning("%s: all layers run on the CPU", reason)
         return None
@@ -83,7 +83,7 @@ def make_plan(
     )
 
 
-def _why_not(file: ModelFile, spec: ModelSpec) -> str:
+def why_not(file: ModelFile, spec: ModelSpec) -> str:
     """What of a model no GPU kernel takes, "" for nothing."""
     for layer in expert_banks(spec, file) if spec.is_moe else ():
         for bank in layer.banks if layer is not None else ():

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from freetoken import native
-from freetoken.experts.bank import Bank, LayerBanks
+from freetoken.experts.bank import LayerBanks, Run
 from freetoken.experts.memory import SlotMemory
 from freetoken.kernels.fills import fill
 
@@ -55,28 +55,29 @@ def load_residents(
     if not first_slot:
         return
     device = memory.pools[next(iter(first_slot))].device
-    n_expert = max(len(bank.data) for i in first_slot for bank in _banks(layers[i]))
-    largest = max(_size(_banks(layers[i]), 1) for i in first_slot)
+    n_expert = max(len(run.data) for i in first_slot for run in _runs(layers[i]))
+    largest = max(_size(_runs(layers[i]), 1) for i in first_slot)
     with torch.cuda.stream(stream) if stream is not None else nullcontext():
         ring = [_Buffer(max(BUFFER_BYTES, largest), is_cuda=stream is not None) for _ in range(N_BUFFERS)]
         numbers = torch.arange(n_expert, dtype=torch.int32, device=device)
         turn = 0
         for layer, first in first_slot.items():
-            banks = _banks(layers[layer])
-            step = max(BUFFER_BYTES // _size(banks, 1), 1)
-            for at in range(0, len(banks[0].data), step):
+            runs = _runs(layers[layer])
+            step = max(BUFFER_BYTES // _size(runs, 1), 1)
+            for at in range(0, len(runs[0].data), step):
                 buffer = ring[turn % N_BUFFERS]
                 turn += 1
                 buffer.reuse()
-                some = [bank.data[at : at + step] for bank in banks]
-                places = []
+                places = list(memory.banks(layer))
                 to = 0
-                for data, bank in zip(some, memory.banks(layer), strict=True):
+                for run in runs:
+                    data = run.data[at : at + step]
                     there = buffer.bytes[to : to + data.nbytes]
                     pool.copy(data, there.numpy())
-                    places.append(replace(bank, address=there.data_ptr()))
+                    for i, start in run.starts.items():
+                        places[i] = replace(places[i], address=there.data_ptr() + start)
                     to += -(-data.nbytes // _ALIGNMENT) * _ALIGNMENT
-                n = len(some[0])
+                n = len(runs[0].data[at : at + step])
                 counts = torch.full((5,), n, dtype=torch.int32, device=device)
                 slots = numbers[:n] + (first + at)
                 fill(places, memory.pools[layer], numbers[:n], slots, counts, n_programs=N_PROGRAMS if stream else 2)
@@ -85,11 +86,11 @@ def load_residents(
             buffer.reuse()
 
 
-def _banks(layer: LayerBanks | None) -> Sequence[Bank]:
+def _runs(layer: LayerBanks | None) -> Sequence[Run]:
     assert layer is not None
-    return layer.banks
+    return layer.runs
 
 
-def _size(banks: Sequence[Bank], n: int) -> int:
+def _size(runs: Sequence[Run], n: int) -> int:
     """Bytes of n experts in a buffer."""
-    return sum(-(-n * bank.expert_bytes // _ALIGNMENT) * _ALIGNMENT for bank in banks)
+    return sum(-(-n * run.stride // _ALIGNMENT) * _ALIGNMENT for run in runs)

@@ -36,14 +36,15 @@ SLOW_UNIT = 64
 class FillBank:
     """One bank as the kernel reads it.
 
-    `address` of expert 0; experts follow one another in `expert_bytes`. `slot_offset` is the matrix's place in a slot.
-    Elements of `unit` bytes are moved; whatever an expert's number, its address and size are multiples of `align`.
-    `moves` int32 [units of a block, 2]: place of a unit of block 0, and the step from block to block, both in units
-    from the matrix's start; None where bytes keep their order.
+    `address` of expert 0; from one expert to the next are `stride` bytes. `slot_offset` is the matrix's place in a
+    slot. Elements of `unit` bytes are moved; whatever an expert's number, its address and size are multiples of
+    `align`. `moves` int32 [units of a block, 2]: place of a unit of block 0, and the step from block to block, both in
+    units from the matrix's start; None where bytes keep their order.
     """
 
     address: int
     expert_bytes: int
+    stride: int
     slot_offset: int
     slot_bytes: int
     unit: int
@@ -61,16 +62,19 @@ class Slow:
 
 
 def fill_bank(
-    type_id: int, rows: int, cols: int, address: int, slot_offset: int, device: torch.device | str
+    type_id: int, rows: int, cols: int, address: int, slot_offset: int, device: torch.device | str, stride: int = 0
 ) -> FillBank:
-    """A bank of matrices [rows, cols] whose expert 0 lies at `address`, each to stand at `slot_offset` of its slot."""
+    """A bank of matrices [rows, cols] whose expert 0 lies at `address`, each to stand at `slot_offset` of its slot.
+
+    With a `stride` the next expert begins so many bytes later, else where one ends."""
     if slot_offset % layout.ALIGNMENT:
         raise ValueError(f"a matrix at byte {slot_offset} of a slot, expected a multiple of {layout.ALIGNMENT}")
     n_bytes = rows * quants.row_bytes(type_id, cols)
-    align = math.gcd(_WORD, address, n_bytes)
+    stride = stride or n_bytes
+    align = math.gcd(_WORD, address, n_bytes, stride)
     size = layout.slot_bytes(type_id, rows, cols)
     if layout.is_identity(type_id):
-        return FillBank(address, n_bytes, slot_offset, size, min(4, align), align, None)
+        return FillBank(address, n_bytes, stride, slot_offset, size, min(4, align), align, None)
     fields = layout.fields(type_id)
     block_bytes = quants.TYPES[type_id].block_bytes
     unit = math.gcd(4, align, block_bytes, *(n for field in fields for n in (field.offset, field.size)))
@@ -78,7 +82,7 @@ def fill_bank(
     for field, start in zip(fields, layout.plane_offsets(type_id, n_bytes // block_bytes), strict=False):
         for at in range(0, field.size, unit):
             moves[(field.offset + at) // unit] = torch.tensor([(start + at) // unit, field.size // unit])
-    return FillBank(address, n_bytes, slot_offset, size, unit, align, moves.to(device))
+    return FillBank(address, n_bytes, stride, slot_offset, size, unit, align, moves.to(device))
 
 
 def fill(
@@ -108,10 +112,10 @@ def fill(
     numbers: list[object] = []
     options: dict[str, object] = {}
     for i in range(MAX_BANKS):
-        bank = banks[i] if i < len(banks) else FillBank(0, 0, 0, 0, 1, 1, None)
+        bank = banks[i] if i < len(banks) else FillBank(0, 0, 0, 0, 0, 1, 1, None)
         moves = counts if bank.moves is None else bank.moves
         block_units = 1 if bank.moves is None else len(bank.moves)
-        numbers += [bank.address, bank.expert_bytes, bank.slot_offset, moves, block_units]
+        numbers += [bank.address, bank.expert_bytes, bank.stride, bank.slot_offset, moves, block_units]
         options |= {f"UNIT{i}": bank.unit, f"ALIGN{i}": bank.align, f"IS_PLAIN{i}": bank.moves is None}
     _fill[(n_programs,)](
         slots, slots.shape[1], fill_expert, fill_slot, counts,
@@ -120,15 +124,15 @@ def fill(
     )  # fmt: skip
 
 
-_NUMBERS = [f"{name}{i}" for i in range(MAX_BANKS) for name in ("address", "bytes", "offset", "block_units")]
+_NUMBERS = [f"{name}{i}" for i in range(MAX_BANKS) for name in ("address", "bytes", "stride", "offset", "block_units")]
 
 
 @triton.jit(do_not_specialize=["slot_bytes", "n_expert", *_NUMBERS])  # one binary for all layers of the same types
 def _fill(
     slots_ptr, slot_bytes, expert_ptr, slot_ptr, counts_ptr, slow_ptr, n_expert,
-    address0, bytes0, offset0, moves0_ptr, block_units0,
-    address1, bytes1, offset1, moves1_ptr, block_units1,
-    address2, bytes2, offset2, moves2_ptr, block_units2,
+    address0, bytes0, stride0, offset0, moves0_ptr, block_units0,
+    address1, bytes1, stride1, offset1, moves1_ptr, block_units1,
+    address2, bytes2, stride2, offset2, moves2_ptr, block_units2,
     UNIT0: tl.constexpr, ALIGN0: tl.constexpr, IS_PLAIN0: tl.constexpr,
     UNIT1: tl.constexpr, ALIGN1: tl.constexpr, IS_PLAIN1: tl.constexpr,
     UNIT2: tl.constexpr, ALIGN2: tl.constexpr, IS_PLAIN2: tl.constexpr,
@@ -151,14 +155,14 @@ def _fill(
             expert = (expert + again) % n_expert
         out_ptr = slots_ptr + tl.load(slot_ptr + i).to(tl.int64) * slot_bytes
         if c < chunks0:
-            source = address0 + expert * bytes0
+            source = address0 + expert * stride0
             _move(source, out_ptr + offset0, bytes0, c, moves0_ptr, block_units0, UNIT0, ALIGN0, IS_PLAIN0, CHUNK)
         elif c < chunks1:
-            source = address1 + expert * bytes1
+            source = address1 + expert * stride1
             c -= chunks0
             _move(source, out_ptr + offset1, bytes1, c, moves1_ptr, block_units1, UNIT1, ALIGN1, IS_PLAIN1, CHUNK)
         else:
-            source = address2 + expert * bytes2
+            source = address2 + expert * stride2
             c -= chunks1
             _move(source, out_ptr + offset2, bytes2, c, moves2_ptr, block_units2, UNIT2, ALIGN2, IS_PLAIN2, CHUNK)
         if slow_ptr is None:

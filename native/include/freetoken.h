@@ -11,7 +11,7 @@
 extern "C" {
 #endif
 
-#define FT_ABI_VERSION 1
+#define FT_ABI_VERSION 2
 #define FT_MAX_TOKENS 8    /* tokens of one program; more go through prefill */
 #define FT_KV_PAGE 256     /* positions of one KV page, and of one attention split */
 
@@ -115,7 +115,8 @@ enum {
    * expert, p7 float *y [n, d] merged sum, or NULL (then p2 may be, too): rows alone, p8 void *scratch (ft_experts_scratch_bytes), p9 act of x (the class of gate and up;
    * NULL when 0), p10 second act of x when up has another class than gate (else NULL);
    * i0 E, i1 k, i2 d, i3 ff, i4 type gate, i5 type up, i6 type down, i7 row_bytes gate, i8 row_bytes up,
-   * i9 row_bytes down, i10 activation, i11 planes. An expert is rows*row_bytes bytes, experts one after another. */
+   * i9 row_bytes down, i10 activation, i11 planes, i12 bytes from one expert to the next in all three banks, or 0: an
+   * expert is rows*row_bytes bytes, experts one after another. */
   FT_OP_EXPERTS = 11,
   /* y = x * sigmoid(g[t]) + b: p0 x [n, i0], p1 g [n, 1], p2 b [n, i0], p3 y */
   FT_OP_GATED_ADD = 12,
@@ -138,7 +139,7 @@ FT_API int64_t ft_experts_scratch_bytes(int n_tokens, int k, int64_t d, int64_t 
 /* Products of any number of tokens (up to 2^24, times k for experts) for prefill; docs/numerics.md, section 8. The
  * operation is laid out as in a program, x and y without gaps between rows:
  * FT_OP_MATVEC: p0 const float *x [n, cols], p1, p2, p3, i0 to i3 as above, p4 scratch; y [n, rows].
- * FT_OP_EXPERTS: p0 to p5, p7, i0 to i10 as above, p8 scratch. */
+ * FT_OP_EXPERTS: p0 to p5, p7, i0 to i10 and i12 as above, p8 scratch. */
 FT_API int ft_many_has(int type);                     /* 1: these kernels multiply many tokens by weights of a type */
 FT_API int64_t ft_many_scratch_bytes(const ft_op *op); /* 64-aligned, pointers are not read; -1: malformed */
 FT_API int ft_many_run(ft_pool *pool, const ft_op *op); /* 0, -1: malformed, -2: no memory */

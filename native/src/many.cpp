@@ -34,10 +34,11 @@ struct Matrix {
   const TileKernel &tile;
   TileAct layout;
   const uint8_t *data;
-  int64_t rows, row_bytes;
-  Matrix(int64_t type, const void *weights, int64_t n_rows, int64_t n_cols, int64_t n_row_bytes)
+  int64_t rows, row_bytes, stride;  // from one copy to the next
+  Matrix(int64_t type, const void *weights, int64_t n_rows, int64_t n_cols, int64_t n_row_bytes, int64_t n_stride = 0)
       : k(kernels()), tile(*tile_kernel(type)), layout(tile.block, tile.group, n_cols),
-        data(static_cast<const uint8_t *>(weights)), rows(n_rows), row_bytes(n_row_bytes) {}
+        data(static_cast<const uint8_t *>(weights)), rows(n_rows), row_bytes(n_row_bytes),
+        stride(n_stride != 0 ? n_stride : n_rows * n_row_bytes) {}
   int64_t n_tiles() const { return div_up(rows, k.tile_rows); }
   int tile_height(int64_t t) const { return int(std::min<int64_t>(k.tile_rows, rows - t * k.tile_rows)); }
   bool has_layout_of(const Matrix &other) const {
@@ -45,7 +46,7 @@ struct Matrix {
   }
   // Rows of tile t, of the matrix's `which`-th copy (expert).
   void product(int64_t which, int64_t t, const uint8_t *const *act, int64_t n, float *y) const {
-    const uint8_t *w = data + (which * rows + t * k.tile_rows) * row_bytes;
+    const uint8_t *w = data + which * stride + t * k.tile_rows * row_bytes;
     tile.product(w, row_bytes, layout.n_cols, tile_height(t), act, n, y);
   }
 };
@@ -112,8 +113,8 @@ struct Banks {
 
   explicit Banks(const ft_op &op)
       : d(op.i[2]), ff(op.i[3]), n_pairs(op.n * op.i[1]),
-        gate(op.i[4], op.p[3], ff, d, op.i[7]), up(op.i[5], op.p[4], ff, d, op.i[8]),
-        down(op.i[6], op.p[5], d, ff, op.i[9]), has_one_act(up.has_layout_of(gate)),
+        gate(op.i[4], op.p[3], ff, d, op.i[7], op.i[12]), up(op.i[5], op.p[4], ff, d, op.i[8], op.i[12]),
+        down(op.i[6], op.p[5], d, ff, op.i[9], op.i[12]), has_one_act(up.has_layout_of(gate)),
         up_at(has_one_act ? 0 : op.n * gate.layout.n_bytes()), down_at(up_at + op.n * up.layout.n_bytes()),
         hidden_at(down_at + n_pairs * down.layout.n_bytes()), rows_at(hidden_at + align64(n_pairs * ff * 4)),
         n_bytes(rows_at + n_pairs * d * 4) {}
@@ -224,7 +225,7 @@ bool is_valid_matvec(const ft_op &op) {
 bool is_valid_experts(const ft_op &op) {
   if (!are_sizes({op.i[0], op.i[1], op.i[2], op.i[3], op.i[7], op.i[8], op.i[9]})) return false;
   if (op.n <= 0 || op.i[0] > kMaxExperts || op.i[1] > op.i[0] || op.n > kMaxRows / op.i[1]) return false;
-  if (op.i[10] != 0 && op.i[10] != 1) return false;
+  if ((op.i[10] != 0 && op.i[10] != 1) || !is_stride(op)) return false;
   return is_bank(op.i[4], op.i[2]) && is_bank(op.i[5], op.i[2]) && is_bank(op.i[6], op.i[3]);
 }
 

@@ -33,6 +33,12 @@ inline bool are_sizes(std::initializer_list<int64_t> values) {
   return std::all_of(values.begin(), values.end(), is_size);
 }
 
+// Whether the distance of experts (i12 of EXPERTS) leaves room for each matrix, or is none.
+inline bool is_stride(const ft_op &op) {
+  const int64_t n = op.i[12], d = op.i[2], ff = op.i[3];
+  return n == 0 || (is_size(n) && n / op.i[7] >= ff && n / op.i[8] >= ff && n / op.i[9] >= d);
+}
+
 // Whether none of the pointers p[0], ... named by their indices is null.
 inline bool has_pointers(const ft_op &op, std::initializer_list<int> indices) {
   return std::all_of(indices.begin(), indices.end(), [&](int i) { return op.p[i] != nullptr; });

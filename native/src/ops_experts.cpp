@@ -39,6 +39,7 @@ bool is_valid(const ft_op &op) {
   if (op.i[2] > kMaxRows || op.i[3] > kMaxRows) return false;
   if (op.i[1] > kMaxUsed || op.i[1] > op.i[0] || (op.i[10] != 0 && op.i[10] != 1)) return false;
   if (op.i[11] != 1 && op.i[11] != 2) return false;
+  if (!is_stride(op)) return false;
   const int gate = type_class(static_cast<int>(op.i[4])), up = type_class(static_cast<int>(op.i[5]));
   if (gate != 0 && up != 0 && gate != up && op.p[10] == nullptr) return false;
   return type_is_valid(op.i[4], op.i[2], op.p[9]) && type_is_valid(op.i[5], op.i[2], act_of_up(op)) &&
@@ -102,8 +103,9 @@ struct Experts {
 
   // Rows from `row` on of gate (0), up (1) or down (2) of a group's expert.
   const uint8_t *bank(int which, int group, int64_t row) const {
-    const int64_t rows = which == 2 ? d : ff;
-    return input<uint8_t>(op, 3 + which) + (groups[group].expert * rows + row) * op.i[7 + which];
+    const int64_t rows = which == 2 ? d : ff, row_bytes = op.i[7 + which];
+    const int64_t stride = op.i[12] != 0 ? op.i[12] : rows * row_bytes;
+    return input<uint8_t>(op, 3 + which) + groups[group].expert * stride + row * row_bytes;
   }
 
   void input_rows(const Group &group, int which, const void *quantised, int64_t begin, int64_t end) const;
