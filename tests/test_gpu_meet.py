@@ -79,7 +79,13 @@ def test_the_cpu_computes_every_miss(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "table", [None, q16_table(N_MAX, 20000), bounded_table([0, 1, 1, 2] + [3] * 13)], ids=["default", "q16", "few"]
+    "table",
+    [
+        None,
+        pytest.param(q16_table(N_MAX, 20000), marks=pytest.mark.slow),
+        bounded_table([0, 1, 1, 2] + [3] * 13),
+    ],
+    ids=["default", "q16", "few"],
 )
 def test_some_misses_are_filled_and_some_computed(path: Path, table: np.ndarray | None) -> None:
     with both(path, "hybrid") as (cpu, gpu):
