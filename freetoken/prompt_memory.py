@@ -15,6 +15,8 @@ from freetoken.options import EngineOptions
 from freetoken.spec import ModelSpec
 
 __all__ = [
+    "CONTEXT_GROWTH",
+    "FIRST_CONTEXT",
     "LEAST_CHUNK",
     "N_CHUNK",
     "chunk_tokens",

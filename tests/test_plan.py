@@ -7,12 +7,16 @@ import functools
 from typing import Any
 
 import pytest
+import torch
 from gguf_files import tiny_keys, tiny_tensors, write
 
 from freetoken.errors import OptionError
 from freetoken.gguf import open_model
+from freetoken.gpu.lower import Room
 from freetoken.kernels import layout
+from freetoken.kernels.attention import max_splits
 from freetoken.kvcache import PAGE
+from freetoken.native import MAX_TOKENS
 from freetoken.options import EngineOptions
 from freetoken.plan import (
     DenseBytes,
@@ -22,6 +26,7 @@ from freetoken.plan import (
     first_gpu_layer,
     plan_gpu,
 )
+from freetoken.prompt_memory import context_sizes, room_bytes
 from freetoken.spec import ModelSpec, read_spec
 from tools.ggml import row_bytes
 from tools.synth_moe import PRESETS, choose_type, layer_shapes
@@ -280,6 +285,21 @@ def test_the_context() -> None:
     shared = plan("qwen3-30b-a3b", 8, n_ctx=5000)
     assert shared.n_pages == 20 + 3 and shared.kv_bytes == 24 * PAGE * 48 * 4 * 256 * 2
     assert plan("qwen3-30b-a3b", 8, n_ctx=5000, cache_type_k="f32", cache_type_v="f32").kv_bytes == 2 * shared.kv_bytes
+
+
+def test_rooms_of_attention_are_what_decode_steps_make() -> None:
+    spec = sizes("qwen3-30b-a3b")[0]
+    made = 0
+    for n in (2048, 8192, 32768, 40960):
+        room = Room.empty(MAX_TOKENS, 32, max_splits(n), 128, torch.device("meta"))
+        made += sum(t.nbytes for t in (room.o, room.ml))
+    angles = 40960 * 128 * 4
+    pages = 4 * PAGE * 128 * 2
+    n_pages = 10 * 4096 - 1  # pages that leave no remains: whole units of the allocator
+    assert (n_pages + 1) * pages % (2 << 20) == 0
+    assert room_bytes(spec, EngineOptions(), 40960, n_pages, 0) == made + angles
+    assert context_sizes(100) == [256] and context_sizes(2049) == [2048, 2304]
+    assert room_bytes(spec, EngineOptions(), 40960, 163, spec.n_layer) == 0
 
 
 def test_the_margin_counts_where_it_is_more() -> None:

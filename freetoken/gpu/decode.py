@@ -34,12 +34,9 @@ from freetoken.kernels.bias import add_biases
 from freetoken.kernels.compile_ahead import compile_ahead
 from freetoken.kernels.matvec import matvec
 from freetoken.kernels.sampler import SampleRoom, sample
+from freetoken.prompt_memory import CONTEXT_GROWTH, FIRST_CONTEXT
 
 __all__ = ["GpuDecoder", "Step"]
-
-FIRST_CONTEXT = 2048
-CONTEXT_GROWTH = 4
-"""Graphs are captured for contexts of 2048 positions, four times as many, and so on to the longest."""
 
 
 @dataclass(frozen=True)
