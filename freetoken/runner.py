@@ -205,7 +205,7 @@ class Runner:
 
     def new_sequence(self) -> Sequence:
         """An empty sequence that the caller keeps, truncates for reuse, and releases."""
-        return self.cache.new_sequence(self._max_ctx)
+        return self.cache.new_sequence(max(self.n_ctx, self._max_ctx))
 
     def warm_up(self, on_progress: Callable[[float], None] = lambda done: None) -> None:
         """Run one token, so that the first request finds the program recorded and the weights read. `on_progress` hears
