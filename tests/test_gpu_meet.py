@@ -100,7 +100,7 @@ def test_experts_beyond_the_slots_run_on_the_cpu(path: Path) -> None:
     """Batches whose distinct experts are more than there are slots, every miss wanted there."""
     with both(path, "hybrid", n_slots=(3,)) as (cpu, gpu):
         model_of(gpu).use_split("hybrid", bounded_table(list(range(N_MAX + 1))))
-        same_steps(cpu, gpu, (8, 1), (2,))
+        same_steps(cpu, gpu, (4, 1), (2,))
         found = counts(gpu)
     assert found["cpu"] > 0 and found["fills"] > 3
 
@@ -135,7 +135,9 @@ def test_backends_change_between_steps(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "n_slots"), [({"n_cpu_moe": 1}, (5, 2)), ({"moe_cpu_layers": LayerSet(count=1)}, (7,))], ids=str
+    ("wishes", "n_slots"),
+    [({"n_cpu_moe": 1}, (5, 2)), pytest.param({"moe_cpu_layers": LayerSet(count=1)}, (7,), marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_layers_sent_to_the_cpu_meet_it_and_others_do_not(
     path: Path, wishes: dict[str, Any], n_slots: tuple[int, ...]
