@@ -88,7 +88,7 @@ def _leave_the_interpreter() -> None:
     """Their cache is their own, and has PTX: the engine keeps none in the user's, and its wish is inherited."""
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ.pop("TRITON_STORE_BINARY_ONLY", None)
-    os.environ["TRITON_CACHE_DIR"] = str(CACHE / "triton")
+    os.environ["TRITON_CACHE_DIR"] = str(CACHE / "triton-ptx")
 
 
 def _compile(
