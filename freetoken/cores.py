@@ -14,6 +14,7 @@ __all__ = [
     "cpu_name",
     "cpu_quota",
     "cpus_beside",
+    "expert_threads",
     "last_level_cache_bytes",
     "memory_bytes",
     "memory_nodes",
@@ -62,6 +63,12 @@ def physical_cores() -> int:
     cores = max(1, len(physical_cpus()))
     quota = cpu_quota()
     return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def expert_threads(n_cores: int) -> int:
+    """Threads that compute experts beside a GPU: one core is left to the engine's own thread, which launches steps, and
+    of many one more to everything else. A thread that finds its core taken holds up all the others."""
+    return max(n_cores - (1 if n_cores <= 8 else 2), 1)
 
 
 def numa_nodes() -> list[list[int]]:

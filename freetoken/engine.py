@@ -47,7 +47,7 @@ from freetoken.request import (
 )
 from freetoken.runner import Launched, Runner
 from freetoken.sampler import SampledToken, Sampler
-from freetoken.slot import Slot
+from freetoken.slot import Slot, leave_pages
 from freetoken.spec import ModelSpec, read_spec
 from freetoken.tokenizer import Tokenizer
 from freetoken.turns import Turns
@@ -184,10 +184,7 @@ class Engine:
         try:
             self._load()
         except Exception as error:
-            if not isinstance(error, FreeTokenError):
-                logger.exception("loading failed")
-                error = EngineError(f"{self._model_options.path}: loading failed: {type(error).__name__}: {error}")
-            self._failure = error
+            self._failure = _failure(f"{self._model_options.path}: loading failed", error)
             self._state = EngineState.FAILED
             self._ready.set()
             return
@@ -197,10 +194,7 @@ class Engine:
             while not self._closing.is_set():
                 self._step()
         except Exception as error:
-            if not isinstance(error, FreeTokenError):
-                logger.exception("the engine failed")
-                error = EngineError(f"the engine failed: {type(error).__name__}: {error}")
-            self._failure = error
+            self._failure = _failure("the engine failed", error)
             self._state = EngineState.FAILED
         finally:
             self._closing.set()
@@ -279,18 +273,15 @@ class Engine:
     def _carry_out(self, ordered: Rebuild) -> None:
         """A rebuild, while no step is under way and no prompt in the middle of a chunk. Raises DeviceLostError."""
         started, change = time.monotonic(), ordered.change
-        failure: Exception | None = None
+        failure: FreeTokenError | None = None
         try:
-            self._leave_pages(*self._runner.new_capacity(change))
+            leave_pages(self._slots, self._waiting, *self._runner.new_capacity(change))
             self._runner.rebuild(change)
             self._n_ctx = self._runner.n_ctx
         except OptionError as error:
             failure = RequestError(str(error))
         except Exception as error:
-            failure = error
-            if not isinstance(error, FreeTokenError):
-                logger.exception("rebuilding the cache failed")
-                failure = EngineError(f"rebuilding the cache failed: {type(error).__name__}: {error}")
+            failure = _failure("rebuilding the cache failed", error)
         self._rebuilds.note(change, started, failure)
         if failure is None:
             logger.info("cache rebuilt in %.2f s: %s", time.monotonic() - started, change)
@@ -299,21 +290,6 @@ class Engine:
         ordered.done.set_exception(failure)
         if isinstance(failure, DeviceLostError):
             raise failure
-
-    def _leave_pages(self, n_pages: int, n_ctx: int) -> None:
-        """Let idle slots give pages up until no more than so many are held. Raises RequestError where what runs or
-        waits needs more, or a longer context."""
-        lengths = [max(s.n_prompt + s.n_decoded, len(s.sequence) + 1) for s in self._slots if s.request is not None]
-        longest = max([*lengths, *(len(r.prompt) + 1 for r in self._waiting)], default=0)
-        busy = sum(len(s.sequence.pages) for s in self._slots if s.request is not None)
-        if longest > n_ctx or busy > n_pages:
-            raise RequestError(
-                f"requests that run or wait hold {busy} pages and up to {longest} tokens each, more than {n_pages} "
-                f"pages and {n_ctx} tokens"
-            )
-        for slot in sorted((s for s in self._slots if s.request is None), key=lambda s: s.last_used):
-            if sum(len(s.sequence.pages) for s in self._slots) > n_pages:
-                slot.sequence.truncate(0)
 
     def _drop_cancelled(self) -> None:
         if time.monotonic() - self._swept > SWEEP_S:
@@ -533,17 +509,15 @@ class Engine:
         try:
             work(slots)
         except Exception as error:
-            if not isinstance(error, FreeTokenError):
-                logger.exception("the engine failed")
-                error = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            failure = _failure("the engine failed", error)
             for slot in slots:
                 request = slot.request
                 slot.request, slot.sampler, slot.todo = None, None, []
                 slot.sequence.truncate(0)
                 if request is not None:
-                    request.events.put(ErrorEvent(error))
-            if isinstance(error, DeviceLostError):
-                raise error from None
+                    request.events.put(ErrorEvent(failure))
+            if isinstance(failure, DeviceLostError):
+                raise failure from None
 
     def _drain(self) -> None:
         """At the end of the thread: end every request, so that no reader waits for ever."""
@@ -556,6 +530,14 @@ class Engine:
                 request.events.put(ErrorEvent(self._failure))
             else:
                 request.events.put(DoneEvent("cancelled", Timings(0, 0, 0.0, 0, 0.0)))
+
+
+def _failure(what: str, error: Exception) -> FreeTokenError:
+    """An error as requests are told of it; one that nobody foresaw goes to the log with its trace."""
+    if isinstance(error, FreeTokenError):
+        return error
+    logger.exception(what)
+    return EngineError(f"{what}: {type(error).__name__}: {error}")
 
 
 def _is_over(request: Request) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 from freetoken.errors import OptionError
 from freetoken.experts.slots import SizeClass, size_classes, slots_per_class
 from freetoken.gguf import ModelFile
-from freetoken.kvcache import CACHE_TYPES, PAGE, n_pages_for
+from freetoken.kvcache import CACHE_TYPES, PAGE, capacity_for, n_pages_for
 from freetoken.options import SPLITS, EngineOptions
 from freetoken.prompt_memory import LEAST_CHUNK, chunk_tokens, is_chunk_given, room_bytes, working_bytes
 from freetoken.spec import ModelSpec
@@ -284,8 +284,7 @@ class _Planner:
         """As the runner shares pages between sequences."""
         if self.given_pages:
             return self.given_pages
-        pages = n_pages_for(n_ctx)
-        return pages * self.n_sequences if self.options.n_parallel > 0 else pages + self.n_sequences - 1
+        return capacity_for(n_ctx, self.n_sequences, is_shared=self.options.n_parallel <= 0)
 
     def kv_bytes(self, first: int, n_ctx: int) -> int:
         """Keys and values of the layers on the GPU, and a page that no sequence gets."""

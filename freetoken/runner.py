@@ -16,6 +16,7 @@ import numpy as np
 
 from freetoken import arch, native, numa
 from freetoken.batch import Batch, Stopped
+from freetoken.cores import expert_threads
 from freetoken.cpu.decode import Decoder
 from freetoken.errors import RequestError
 from freetoken.gguf import ModelFile
@@ -448,12 +449,6 @@ def import_prefill() -> Callable[..., LongPass]:
     from freetoken.cpu.prefill import Prefill
 
     return Prefill
-
-
-def expert_threads(n_cores: int) -> int:
-    """Threads that compute experts beside a GPU: one core is left to the engine's own thread, which launches steps, and
-    of many one more to everything else. A thread that finds its core taken holds up all the others."""
-    return max(n_cores - (1 if n_cores <= 8 else 2), 1)
 
 
 def _pool(n_threads: int, cpus: ListOf[int] | None) -> native.Pool:

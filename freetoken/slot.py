@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from freetoken.kvcache import Sequence
+from freetoken import kvcache
+from freetoken.errors import RequestError
 from freetoken.request import Request, Timings
 from freetoken.sampler import Sampler
 
-__all__ = ["Slot"]
+__all__ = ["Slot", "leave_pages"]
 
 
 @dataclass
@@ -17,7 +19,7 @@ class Slot:
     """One place for a running request. Written by the engine thread only; other threads read `info`."""
 
     id: int
-    sequence: Sequence
+    sequence: kvcache.Sequence
     request: Request | None = None
     sampler: Sampler | None = None
     todo: list[int] = field(default_factory=list)
@@ -58,3 +60,20 @@ class Slot:
             predicted_n=self.n_decoded,
             predicted_ms=(now - self.first_token) * 1e3 if self.first_token else 0.0,
         )
+
+
+def leave_pages(slots: Sequence[Slot], waiting: Iterable[Request], n_pages: int, n_ctx: int) -> None:
+    """Let idle slots give pages up until no more than so many are held. Raises RequestError where what runs or waits
+    needs more, or a longer context."""
+    busy = [s for s in slots if s.request is not None]
+    lengths = [max(s.n_prompt + s.n_decoded, len(s.sequence) + 1) for s in busy]
+    longest = max([*lengths, *(len(r.prompt) + 1 for r in waiting)], default=0)
+    n_held = sum(len(s.sequence.pages) for s in busy)
+    if longest > n_ctx or n_held > n_pages:
+        raise RequestError(
+            f"requests that run or wait hold {n_held} pages and up to {longest} tokens each, more than {n_pages} "
+            f"pages and {n_ctx} tokens"
+        )
+    for slot in sorted((s for s in slots if s.request is None), key=lambda s: s.last_used):
+        if sum(len(s.sequence.pages) for s in slots) > n_pages:
+            slot.sequence.truncate(0)

@@ -26,10 +26,11 @@ MACHINES = {
 }
 
 
-def straight(b_p: float, b_h: float, kind: ExpertFormat = KIND) -> Times:
-    """Fills and experts take time by their bytes, and a fill takes its bytes from the CPU's bandwidth."""
+def straight(b_p: float, b_h: float, kind: ExpertFormat = KIND, least_share: float = 0.2) -> Times:
+    """Fills and experts take time by their bytes, and a fill takes its bytes from the CPU's bandwidth, of which some
+    share is always left."""
     s = kind.expert_bytes / 1e9
-    left = max(b_h - b_p, 0.2 * b_h)
+    left = max(b_h - b_p, least_share * b_h, 1e-3)
     alone = {n: n * s / b_p for n in COUNTS}, {n: n * s / b_h for n in COUNTS}
     return Times(alone[0], alone[0], alone[1], {n: n * s / left for n in COUNTS})
 

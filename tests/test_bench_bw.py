@@ -11,9 +11,9 @@ import pytest
 from freetoken.cli import bench_bw
 from freetoken.cli.bench_bw import _Report, _rows
 from freetoken.cli.main import main
+from freetoken.cores import expert_threads
 from freetoken.experts.profile import FOLDER_VARIABLE, Conditions, Entry, ExpertFormat, Times, look_up
 from freetoken.gpu.link import conditions
-from freetoken.runner import expert_threads
 from tools import tiny_models
 
 

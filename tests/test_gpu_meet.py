@@ -15,6 +15,7 @@ import pytest
 from test_gpu_engine import FEW_EXPERTS, N_VOCAB, same_steps, wide_programs  # noqa: F401
 
 from freetoken import native
+from freetoken.cores import expert_threads
 from freetoken.errors import EngineError
 from freetoken.experts.split import bounded_table, q16_table
 from freetoken.gguf import open_model
@@ -23,7 +24,7 @@ from freetoken.gpu.meet import Meetings
 from freetoken.gpu.model import GpuModel
 from freetoken.gpu.place import Placement, make_plan
 from freetoken.options import EngineOptions, LayerSet
-from freetoken.runner import Runner, expert_threads
+from freetoken.runner import Runner
 from freetoken.spec import read_spec
 from tools import tiny_models
 

@@ -6,37 +6,21 @@ import json
 import logging
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import machines
 import numpy as np
 import pytest
+from machines import COUNTS, KIND, MACHINES, NOW
 
 from freetoken.experts import profile
-from freetoken.experts.profile import Conditions, Entry, ExpertFormat, Times, folder, look_up, path_of, store
+from freetoken.experts.profile import Entry, ExpertFormat, folder, look_up, path_of, store
 from freetoken.experts.split import fraction_q16, q16_table
 from freetoken.experts.tables import fill_tables, layer_seconds, split_tables
 
-NOW = Conditions("GPU-1", "580.82", "5 x16", "Some CPU", 16, 14, 128, "avx512vbmi, 2 planes, 0123")
-KIND = ExpertFormat.parse("Q4_K/Q4_K/Q6_K 2048x768")
 OTHER = ExpertFormat.parse("MXFP4 2880x2880")
-COUNTS = (1, 2, 4, 8, 16)
-MACHINES = {
-    # B_P and B_H in GB/s (arXiv 2608.16157, Table 1)
-    "5090 server": (52.7, 77.3),
-    "4090": (25.1, 63.2),
-    "3090": (25.3, 56.7),
-    "5090 desktop": (49.0, 53.8),
-    "4060 laptop": (11.8, 47.5),
-    "PRO 6000": (51.5, 178.0),
-}
-
-
-def straight(b_p: float, b_h: float, kind: ExpertFormat = KIND) -> Times:
-    """A machine whose fills and experts take time by their bytes, and where a fill takes its bytes from the CPU."""
-    s = kind.expert_bytes / 1e9
-    left = max(b_h - b_p, 1e-3)
-    alone = {n: n * s / b_p for n in COUNTS}, {n: n * s / b_h for n in COUNTS}
-    return Times(alone[0], alone[0], alone[1], {n: n * s / left for n in COUNTS})
+straight = partial(machines.straight, least_share=0.0)
 
 
 def entry(**values: object) -> Entry:

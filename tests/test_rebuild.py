@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from test_gpu_engine import N_VOCAB, wide_programs  # noqa: F401
+from test_gpu_meet import model_of
 
 from freetoken.errors import DeviceLostError, EngineError, OptionError, RequestError
 from freetoken.experts import memory as memory_module
@@ -23,7 +24,6 @@ from freetoken.experts.memory import SlotMemory
 from freetoken.gguf import open_model
 from freetoken.gpu import experts as experts_module
 from freetoken.gpu import place
-from freetoken.gpu.model import GpuModel
 from freetoken.gpu.place import Placement, make_plan
 from freetoken.kernels.fills import fill
 from freetoken.kvcache import PAGE, KVCache, KVCacheFull, KVShape
@@ -72,11 +72,6 @@ def both(path: Path, **wishes: Any) -> Iterator[tuple[Runner, Runner]]:
         finally:
             cpu.close()
             gpu.close()
-
-
-def model_of(runner: Runner) -> GpuModel:
-    assert isinstance(runner.gpu, GpuModel)
-    return runner.gpu
 
 
 def n_slots(runner: Runner) -> int:

@@ -36,11 +36,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from freetoken import native
+from freetoken.cores import expert_threads
 from freetoken.engine import Engine
 from freetoken.experts.pin import Rung
 from freetoken.options import EngineOptions, ModelOptions
 from freetoken.request import DoneEvent, ErrorEvent, Request, SamplingParams, TokenEvent
-from freetoken.runner import Runner, expert_threads
+from freetoken.runner import Runner
 
 PARTS = ("hash", "first", "prefill", "decode", "start")
 HASH = "hash of logits"

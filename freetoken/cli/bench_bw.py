@@ -25,7 +25,7 @@ from freetoken.cli.expert_banks import RANDOM_TYPES, random_blocks
 from freetoken.cli.flag import real
 from freetoken.cli.flags_gpu import device_names
 from freetoken.cli.table import markdown
-from freetoken.cores import last_level_cache_bytes, physical_cores, physical_cpus
+from freetoken.cores import expert_threads, last_level_cache_bytes, physical_cores, physical_cpus
 from freetoken.errors import OptionError, UnsupportedModelError
 from freetoken.experts.bank import Bank, LayerBanks, Span, expert_banks
 from freetoken.experts.measure import COUNTS, CpuSide, Side, alike, measure, n_figures, read_gbs
@@ -37,7 +37,6 @@ from freetoken.gpu.driver import Device
 from freetoken.gpu.link import conditions
 from freetoken.gpu.verdict import survey
 from freetoken.native import Pool
-from freetoken.runner import expert_threads
 from freetoken.spec import read_spec
 
 __all__ = ["add_arguments", "run"]

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from freetoken import native
+from freetoken.cores import expert_threads
 from freetoken.forecast.sizes import Sizes
-from freetoken.kvcache import CACHE_TYPES, PAGE, n_pages_for
+from freetoken.kvcache import CACHE_TYPES, PAGE, capacity_for
 from freetoken.options import EngineOptions
 from freetoken.plan import GpuPlan
 
@@ -77,15 +78,14 @@ def plan_host(
     is_offloading = gpu is not None and gpu.is_offloading
     pool = sizes.pool_from(first) if is_offloading else 0
     meeting = native.MAX_TOKENS * (1 + spec.n_expert_used) * spec.n_embd * 4 if is_offloading else 0
-    pages = n_pages_for(n_ctx) if gpu is None else n_pages_for(gpu.n_ctx)
-    pages = pages * n_sequences if options.n_parallel > 0 else pages + n_sequences - 1
+    pages = capacity_for(n_ctx if gpu is None else gpu.n_ctx, n_sequences, is_shared=options.n_parallel <= 0)
     itemsize = np.dtype(CACHE_TYPES[options.cache_type_k]).itemsize
     kv = sum(spec.n_kv[:first]) * (spec.head_dim_k + spec.head_dim_v) * PAGE * itemsize * pages
     spare = max(SPARE_BYTES, int(ram_bytes * SPARE_SHARE))
     usable = max(ram_bytes - spare - own - kv - meeting, 0)
     pinned, layers = _pinned(sizes, first, usable - weights) if is_offloading else (0, 0)
     threads = options.n_threads or n_cores
-    beside = options.moe_cpu_threads or max(min(threads, n_cores - (1 if n_cores <= 8 else 2)), 1)
+    beside = options.moe_cpu_threads or min(threads, expert_threads(n_cores))
     return HostPlan(
         ram_bytes=ram_bytes,
         ram_source=ram_source,

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from freetoken import native
 from freetoken.experts.bank import LayerBanks, Run
 from freetoken.experts.memory import SlotMemory
-from freetoken.kernels.fills import fill
+from freetoken.kernels.fills import FillBank, fill
 
 __all__ = ["load_residents"]
 
@@ -68,22 +69,29 @@ def load_residents(
                 buffer = ring[turn % N_BUFFERS]
                 turn += 1
                 buffer.reuse()
-                places = list(memory.banks(layer))
-                to = 0
-                for run in runs:
-                    data = run.data[at : at + step]
-                    there = buffer.bytes[to : to + data.nbytes]
-                    pool.copy(data, there.numpy())
-                    for i, start in run.starts.items():
-                        places[i] = replace(places[i], address=there.data_ptr() + start)
-                    to += -(-data.nbytes // _ALIGNMENT) * _ALIGNMENT
-                n = len(runs[0].data[at : at + step])
+                places = _stage([run.data[at : at + step] for run in runs], runs, memory.banks(layer), buffer, pool)
+                n = min(step, len(runs[0].data) - at)
                 counts = torch.full((5,), n, dtype=torch.int32, device=device)
                 slots = numbers[:n] + (first + at)
                 fill(places, memory.pools[layer], numbers[:n], slots, counts, n_programs=N_PROGRAMS if stream else 2)
                 buffer.handed_over()
         for buffer in ring:
             buffer.reuse()
+
+
+def _stage(
+    parts: Sequence[np.ndarray], runs: Sequence[Run], banks: Sequence[FillBank], buffer: _Buffer, pool: native.Pool
+) -> list[FillBank]:
+    """Copy some experts of each run into the buffer; the banks as if they began there."""
+    places = list(banks)
+    to = 0
+    for data, run in zip(parts, runs, strict=True):
+        there = buffer.bytes[to : to + data.nbytes]
+        pool.copy(data, there.numpy())
+        for i, start in run.starts.items():
+            places[i] = replace(places[i], address=there.data_ptr() + start)
+        to += -(-data.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return places
 
 
 def _runs(layer: LayerBanks | None) -> Sequence[Run]:
